@@ -1,0 +1,165 @@
+"""The checked spec: what a `.moe` file means once names, units, ranges and arithmetic are resolved.
+
+Plain frozen values, made by `moec.semantics` and `moec.importer`, read by `moec.lowering`. No torch.
+D hidden, V vocabulary, E routed experts, I inner width of one expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moec.diagnostics import Span
+from moec.topology import Cluster
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN scaling of rotary frequencies, with DeepSeek-V3's two attention-scale factors."""
+
+    factor: float
+    original: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary embedding. `pairs`: `halves` rotates (i, i + d/2), `interleaved` rotates (2i, 2i + 1)."""
+
+    theta: float = 10000.0
+    pairs: str = "halves"
+    yarn: Yarn | None = None
+
+
+@dataclass(frozen=True)
+class Gqa:
+    """Grouped-query attention. `bias`: on q, k and v; `out_bias`: on o; `qk_norm`: RMS norm of each head's q and k."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bias: bool
+    out_bias: bool
+    qk_norm: bool
+    span: Span
+
+
+@dataclass(frozen=True)
+class Mla:
+    """Multi-head latent attention. `q_rank` None: q comes straight from the hidden state."""
+
+    name: str
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+    span: Span
+
+
+@dataclass(frozen=True)
+class Swiglu:
+    """Gated MLP: down(silu(gate x) * (up x))."""
+
+    inner: int
+    span: Span
+
+
+@dataclass(frozen=True)
+class Router:
+    """Top-k selection. `bias` is added for the selection only; `scale` multiplies the weights, once, here.
+
+    `groups`/`keep`: experts in equal groups, of which the best `keep` stay eligible (1/1: plain top-k).
+    """
+
+    name: str
+    score: str  # softmax | sigmoid
+    top: int
+    groups: int
+    keep: int
+    bias: bool
+    renormalize: bool
+    scale: float
+    span: Span
+
+
+@dataclass(frozen=True)
+class Experts:
+    """`count` equal gated MLPs."""
+
+    name: str
+    count: int
+    inner: int
+    span: Span
+
+
+@dataclass(frozen=True)
+class Moe:
+    router: Router
+    routed: Experts
+    shared: Experts | None
+    span: Span
+
+
+@dataclass(frozen=True)
+class Layer:
+    attention: Gqa | Mla
+    ffn: Swiglu | Moe
+    span: Span
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder. `layers` holds one `Layer` per depth; alike layers are the same object, so `is` groups them."""
+
+    name: str
+    hidden: int
+    vocab: int
+    norm_eps: float
+    tied: bool
+    rotary: Rotary
+    weights: str | None  # path or hub name as written; None: no weights
+    dtype: str  # the checkpoint's: bf16 | fp16 | fp32
+    layers: tuple[Layer, ...]
+    span: Span
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """Parallel degrees: dp * tp == edp * ep * etp == devices of the cluster. `placement`: linear | round_robin."""
+
+    name: str
+    cluster: Cluster
+    dp: int
+    tp: int
+    edp: int
+    ep: int
+    etp: int
+    placement: str
+    span: Span
+
+
+@dataclass(frozen=True)
+class Phase:
+    """`tokens`: prefill rows per dp rank and step; decode: sequences per dp rank (`batch`)."""
+
+    name: str  # prefill | decode
+    tokens: int
+    exchange: str  # flat | gather
+    span: Span
+
+
+@dataclass(frozen=True)
+class Plan:
+    name: str
+    model: Model
+    mesh: MeshSpec
+    compute: str  # bf16 | fp16 | fp32
+    context: int
+    prefill: Phase
+    decode: Phase
+    span: Span
