@@ -1,0 +1,89 @@
+"""The mesh of one program: two views of the same ranks, and the process groups each axis makes.
+
+    rank = dp_i * tp + tp_i                        view `attention`
+         = (edp_i * ep + ep_i) * etp + etp_i       view `experts`
+
+Groups follow from the degrees alone, so every rank derives the same list in the same order (creating a process group is
+a collective over the whole world).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+#: Axes of each view, outermost first.
+VIEWS = {"attention": ("dp", "tp"), "experts": ("edp", "ep", "etp")}
+
+RankLists = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Parallel degrees, with dp * tp == edp * ep * etp (the checker sees to it)."""
+
+    dp: int = 1
+    tp: int = 1
+    edp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.dp * self.tp
+
+    def axis_size(self, axis: str) -> int:
+        return int(getattr(self, axis))
+
+    def axes(self, view: str) -> tuple[str, ...]:
+        """Axes of a view that have more than one rank: a layout says nothing about the others."""
+        return tuple(axis for axis in VIEWS[view] if self.axis_size(axis) > 1)
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Index of `rank` along `axis`."""
+        view = next(axes for axes in VIEWS.values() if axis in axes)
+        for name in reversed(view):
+            rank, index = divmod(rank, self.axis_size(name))
+            if name == axis:
+                return index
+        raise AssertionError(axis)
+
+    @property
+    def split_parts(self) -> int:
+        """Pieces a token block falls into between the views: max(tp, etp) / min(tp, etp)."""
+        return max(self.tp, self.etp) // min(self.tp, self.etp)
+
+    def groups(self) -> dict[str, RankLists]:
+        """Name -> the rank lists of that group over the world, for every group of more than one rank.
+
+        `split` joins the ranks that hold the pieces of one token block where tp and etp differ.
+        """
+        found = {f"{view}.{axis}": self._along(axis, VIEWS[view]) for view in VIEWS for axis in self.axes(view)}
+        if self.split_parts > 1:
+            found["split"] = self._split()
+        return found
+
+    def group_of(self, name: str, rank: int) -> tuple[int, ...]:
+        """The ranks of group `name` that `rank` is in, in order."""
+        return next(ranks for ranks in self.groups()[name] if rank in ranks)
+
+    def _along(self, axis: str, view: tuple[str, ...]) -> RankLists:
+        others = [name for name in view if name != axis]
+        return _bundle((tuple(self.coordinate(rank, name) for name in others), rank) for rank in range(self.size))
+
+    def _split(self) -> RankLists:
+        block, stride = max(self.tp, self.etp), min(self.tp, self.etp)
+        return _bundle(((rank // block, rank % stride), rank) for rank in range(self.size))
+
+    def describe(self) -> str:
+        """`dp=2 tp=2`: the axes that act, or `one rank`."""
+        acting = [axis for view in VIEWS for axis in self.axes(view)]
+        return " ".join(f"{axis}={self.axis_size(axis)}" for axis in acting) or "one rank"
+
+
+def _bundle(pairs: Iterable[tuple[tuple[int, ...], int]]) -> RankLists:
+    """Ranks with the same key, in rank order; groups in order of their first rank."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for key, rank in pairs:
+        found.setdefault(key, []).append(rank)
+    return tuple(tuple(ranks) for ranks in found.values())
