@@ -1,7 +1,7 @@
 """The one Jinja environment: checked values and a shipped template in, source text out.
 
-Templates ship inside the package and never come from a `.moe` file or a checkpoint. What goes into them is checked here,
-so that no name or text of an input can become code:
+Templates ship inside the package and never come from a `.moe` file or a checkpoint. What goes into them is checked
+here, so that no name or text of an input can become code:
 
 1. every value is an int, a finite float, a bool, None, an enum, a checked identifier, a `Text`, a `Comment`, or a
    tuple, list, dict or frozen dataclass of these (E0501);
@@ -26,11 +26,12 @@ from moec.diagnostics import fail
 MAX_IDENTIFIER = 64
 MAX_TEXT = 160
 MAX_DEPTH = 16
+BUG = "this is a bug in moec: please report it with the input"
 #: First part of the module names a rendered Python file may import.
 ALLOWED_IMPORTS = frozenset({"__future__", "math", "moec", "torch", "triton"})
 #: Builtins that run code, read files or reach objects by a computed name.
 REFUSED_NAMES = frozenset(
-    "__builtins__ __import__ breakpoint compile delattr eval exec getattr globals input locals open setattr vars".split()
+    {"breakpoint", "compile", "delattr", "eval", "exec", "getattr", "globals", "locals", "open", "setattr", "vars"}
 )
 
 
@@ -69,7 +70,7 @@ def render(template: str, /, **values: object) -> str:
     except jinja2.TemplateNotFound as error:
         raise fail("E0502", f"template `{template}` is not shipped", "reinstall moec") from error
     except jinja2.TemplateError as error:
-        raise fail("E0502", f"template `{template}` cannot be rendered: {error}", "this is a bug in moec") from error
+        raise fail("E0502", f"template `{template}` cannot be rendered: {error}", BUG) from error
     if template.endswith(".py.jinja"):
         check_python(text, template)
     return text
@@ -80,15 +81,11 @@ def check_python(text: str, name: str) -> None:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
-        raise fail(
-            "E0503", f"the source rendered from `{name}` is not Python: {error}", "this is a bug in moec"
-        ) from error
+        raise fail("E0503", f"the source rendered from `{name}` is not Python: {error}", BUG) from error
     for node in ast.walk(tree):
         if (refused := _refused(node)) is not None:
             line = getattr(node, "lineno", 0)
-            raise fail(
-                "E0504", f"the source rendered from `{name}` uses `{refused}` on line {line}", "this is a bug in moec"
-            )
+            raise fail("E0504", f"the source rendered from `{name}` uses `{refused}` on line {line}", BUG)
 
 
 def _refused(node: ast.AST) -> str | None:
@@ -98,7 +95,7 @@ def _refused(node: ast.AST) -> str | None:
             return next((a.name for a in names if a.name.split(".")[0] not in ALLOWED_IMPORTS), None)
         case ast.ImportFrom(module=module, level=level):
             return None if module and not level and module.split(".")[0] in ALLOWED_IMPORTS else str(module)
-        case ast.Name(id=name) if name in REFUSED_NAMES:
+        case ast.Name(id=name) if name in REFUSED_NAMES or name.startswith("__"):
             return name
         case ast.Attribute(attr=name) if name.startswith("_"):
             return name
@@ -113,7 +110,7 @@ def is_identifier(name: str) -> bool:
 def _check(value: object, where: str, depth: int = 0) -> None:
     """Raise E0501 unless `value` is of an allowed kind; `where` names the value as the template sees it."""
     if depth > MAX_DEPTH:
-        raise fail("E0501", f"`{where}` is nested deeper than {MAX_DEPTH} levels", "this is a bug in moec")
+        raise fail("E0501", f"`{where}` is nested deeper than {MAX_DEPTH} levels", BUG)
     match value:
         case enum.Enum():
             _check(value.value, f"{where}.value", depth + 1)
