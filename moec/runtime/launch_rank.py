@@ -1,0 +1,96 @@
+"""One rank of a run: its numbers, its device, its thread count and its place in the process group.
+
+Used alike by ranks that the launcher forked and by ranks that torchrun started.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from moec.diagnostics import fail
+from moec.runtime.launch_status import Status
+
+#: Longest wait of one collective. Ranks may load weights at very different speeds; a dead peer is noticed at once.
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Rank:
+    """`rank` of `world` ranks; `local_rank` of the `local_world` ranks on this host."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    device: torch.device
+    status: Status
+
+
+def choose_device(kind: str, local_rank: int, local_world: int, num_devices: int) -> torch.device:
+    """The device of a rank: the CPU, or the CUDA device numbered by its local rank.
+
+    Raises:
+        MoecError: E0605, fewer devices than ranks on this host.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    if num_devices < local_world:
+        raise fail(
+            "E0605",
+            f"{local_world} ranks on this host need a CUDA device each, {num_devices} are visible",
+            f"run {num_devices or 1} ranks per host, or compile for --target cpu",
+        )
+    return torch.device("cuda", local_rank)
+
+
+def start_rank(
+    rank: int,
+    world: int,
+    local: tuple[int, int],
+    kind: str,
+    store: Store | None,
+    status: Status,
+    threads: int | None = None,
+) -> Rank:
+    """Set threads and device, and join the process group (gloo on CPU, NCCL on CUDA; none for a world of one rank).
+
+    `local`: local rank and number of ranks on this host. `threads`: intra-op threads, the host's cores shared out
+    among its ranks when None.
+    """
+    status.enter("init")
+    local_rank, local_world = local
+    torch.set_num_threads(threads or max(1, num_cores() // local_world))
+    device = choose_device(kind, local_rank, local_world, torch.cuda.device_count() if kind == "cuda" else 0)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world > 1:
+        assert store is not None
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
+    return Rank(rank, world, local_rank, local_world, device, status)
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when `parent` dies, however it dies; leave at once if it already has.
+
+    The signal is bound to the parent's thread that forked, so fork from the main thread. Linux only.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
