@@ -64,7 +64,7 @@ def report_of(error: BaseException, status: Status, world: int) -> Report:
     """The report of an exception that ended a rank. With MOEC_DEBUG set, the traceback goes to standard error first."""
     if os.environ.get(DEBUG_VARIABLE):
         traceback.print_exception(error, file=sys.stderr)
-    whom = f" ({describe_rank(status.rank, os.getpid())}{status.place})" if world > 1 else ""
+    whom = f" ({describe_rank(status.rank, os.getpid(), status.place)})" if world > 1 else ""
     if is_peer_loss(error):
         message = f"rank {status.rank} lost its peers{status.place}: {first_line(error)}"
         return Report("E0602", message, derived=True)
@@ -81,8 +81,8 @@ def internal_report(error: BaseException, whom: str = "") -> Report:
     return Report("E0699", f"internal error: {type(error).__name__}: {first_line(error)}{whom}", help)
 
 
-def describe_rank(rank: int, pid: int) -> str:
-    return f"rank {rank}, pid {pid}"
+def describe_rank(rank: int, pid: int, place: Place) -> str:
+    return f"rank {rank}, pid {pid}" + (f",{place}" if place.op else "")
 
 
 def died(rank: int, pid: int, how: str, place: Place) -> Report:

@@ -1,0 +1,239 @@
+"""The collective operations of a Program on torch.distributed, as kernels: `kernel(ctx, *tensors, **attributes)`.
+
+Everything travels by `all_to_all_single` with exact splits, the one form that takes uneven and empty parts on gloo and
+NCCL alike (and on gloo also the fastest). Sums are made here, in rank order and in fp32, so that a result does not
+depend on how a library orders its additions. A rank with no rows takes part like any other.
+
+Shapes: S rows of this rank, P rows sent, R received, G rows of the whole group, D width, n ranks of the group,
+M experts held here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moec.diagnostics import MoecError, fail
+from moec.placement import Placement, balanced
+from moec.runtime.groups import Announced, Group
+from moec.runtime.launch_report import PeerLost, first_line, is_peer_loss
+from moec.runtime.step import Step
+
+#: An all_reduce of at most this many elements over the group goes in one exchange of whole values instead of two.
+_ONE_EXCHANGE_ELEMENTS = 1 << 16
+
+
+class Context(Protocol):
+    """What collectives read of the runtime context."""
+
+    @property
+    def groups(self) -> Mapping[str, Group]: ...
+    @property
+    def placements(self) -> Mapping[str, Placement]: ...
+    @property
+    def step(self) -> Step: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """A started exchange. Keeps `sent` alive until it has left."""
+
+    rows: Tensor
+    sent: Tensor
+    work: dist.Work
+    group: Group
+    op: str
+
+
+def start(group: Group, rows: Tensor, sends: Sequence[int], receives: Sequence[int], op: str) -> Pending:
+    """Send the first sends[0] rows to the group's rank 0, and so on; receives[i] rows come from its rank i.
+
+    Raises:
+        MoecError: E0610, the splits do not fit the rows; nothing has moved.
+        PeerLost: a peer is gone.
+    """
+    group.status.enter(op)
+    if len(sends) != group.size or len(receives) != group.size or sum(sends) != rows.shape[0]:
+        raise _disagree(
+            f"rank {group.ranks[group.index]} has {rows.shape[0]} rows for {op} in {group.name} of {group.size} ranks, "
+            f"its splits are {list(sends)} to send and {list(receives)} to receive"
+        )
+    received = rows.new_empty((sum(receives), *rows.shape[1:]))
+    sent = rows.contiguous()
+    try:
+        work = dist.all_to_all_single(received, sent, list(receives), list(sends), group=group.handle, async_op=True)
+    except RuntimeError as error:
+        raise _peer_lost(error) from error
+    assert work is not None
+    return Pending(received, sent, work, group, op)
+
+
+def finish(pending: Pending) -> Tensor:
+    """The rows received, in order of the ranks they came from."""
+    pending.group.status.enter(pending.op)
+    try:
+        pending.work.wait()
+    except RuntimeError as error:
+        raise _peer_lost(error) from error
+    return pending.rows
+
+
+def gather(group: Group, x: Tensor, sizes: Sequence[int], op: str) -> Tensor:
+    """Rows of all ranks in rank order; rank i has sizes[i] of them."""
+    mine = x.shape[0]
+    copies = x.expand(group.size, *x.shape).reshape(group.size * mine, *x.shape[1:])
+    return finish(start(group, copies, [mine] * group.size, sizes, op))
+
+
+# --- counts and the exact all-to-all ------------------------------------------------------------------------------
+
+
+def exchange_counts(ctx: Context, counts: Tensor, *, table: str, group: str) -> Tensor:
+    """counts i64 [num slots], this rank's rows per expert slot -> i64 [n, M], each rank's rows per slot held here."""
+    at = ctx.groups[group]
+    slots = list(ctx.placements[table].counts)
+    held = slots[at.index]
+    recv = finish(start(at, counts, slots, [held] * at.size, "exchange_counts")).view(at.size, held)
+    at.announced.append(Announced(recv, _sums(counts.tolist(), slots), [sum(row) for row in recv.tolist()]))
+    return recv
+
+
+def all_to_all_start(
+    ctx: Context, rows: Tensor, counts: Tensor, recv: Tensor, *, table: str, group: str, back: bool = False
+) -> Pending:
+    """Rows [P, D] in order of their slot to the ranks of their experts; `back`: rows [R, D] home again.
+
+    The splits are held against what `exchange_counts` told the peers, which makes them each other's transpose.
+
+    Raises:
+        MoecError: E0610, rows or splits differ from what was announced.
+        PeerLost: a peer is gone.
+    """
+    at = ctx.groups[group]
+    sends = _sums(counts.tolist(), ctx.placements[table].counts)
+    receives = [sum(row) for row in recv.tolist()]
+    _check_announced(at, recv, sends, receives)
+    if back:
+        sends, receives = receives, sends
+    return start(at, rows, sends, receives, "all_to_all")
+
+
+def all_to_all_wait(ctx: Context, handle: Pending) -> Tensor:
+    """The rows of a started all-to-all, in order of the ranks they came from."""
+    return finish(handle)
+
+
+def _check_announced(group: Group, recv: Tensor, sends: list[int], receives: list[int]) -> None:
+    told = next((entry for entry in group.announced if entry.recv is recv), None)
+    if told is None:
+        raise _disagree(f"all_to_all in {group.name} uses counts that were not exchanged in this group")
+    me = group.ranks[group.index]
+    for peer, mine, theirs in zip(group.ranks, receives, told.receives, strict=True):
+        if mine != theirs:
+            raise _disagree(f"rank {me} expects {mine} rows from rank {peer}, which announced {theirs}")
+    for peer, mine, theirs in zip(group.ranks, sends, told.sends, strict=True):
+        if mine != theirs:
+            raise _disagree(f"rank {me} has {mine} rows for rank {peer}, to which it announced {theirs}")
+
+
+# --- gather and reduce-scatter of uneven rows ---------------------------------------------------------------------
+
+
+def exchange_sizes(ctx: Context, x: Tensor, *, group: str) -> Tensor:
+    """i64 [n]: rows of `x` on each rank of the group, on the CPU."""
+    return torch.tensor(_sizes(ctx.groups[group], x.shape[0], x.device), dtype=torch.int64)
+
+
+def all_gather_rows(ctx: Context, x: Tensor, sizes: Tensor, *, group: str) -> Tensor:
+    """x [S, ...] -> [G, ...], the rows of all ranks in rank order."""
+    return gather(ctx.groups[group], x, sizes.tolist(), "all_gather_rows")
+
+
+def reduce_scatter_rows(ctx: Context, x: Tensor, sizes: Tensor, *, group: str) -> Tensor:
+    """x [G, D] -> [S, D]: this rank's rows summed over the ranks, in rank order, in fp32, cast back to x's dtype."""
+    at = ctx.groups[group]
+    pieces = sizes.tolist()
+    mine = pieces[at.index]
+    parts = finish(start(at, x, pieces, [mine] * at.size, "reduce_scatter_rows"))
+    return _ordered_sum(parts.view(at.size, mine, *x.shape[1:]))
+
+
+# --- equal shards -------------------------------------------------------------------------------------------------
+
+
+def all_reduce(ctx: Context, x: Tensor, *, group: str) -> Tensor:
+    """The sum over the ranks, in rank order, in fp32, cast back to x's dtype: the same bits on every rank."""
+    at = ctx.groups[group]
+    flat = x.reshape(-1)
+    if flat.numel() * at.size <= _ONE_EXCHANGE_ELEMENTS:
+        whole = gather(at, flat, [flat.numel()] * at.size, "all_reduce")
+        return _ordered_sum(whole.view(at.size, *x.shape))
+    pieces = balanced(flat.numel(), at.size)
+    mine = pieces[at.index]
+    parts = finish(start(at, flat, pieces, [mine] * at.size, "all_reduce"))
+    return gather(at, _ordered_sum(parts.view(at.size, mine)), pieces, "all_reduce").view(x.shape)
+
+
+def all_gather(ctx: Context, x: Tensor, *, dim: int, group: str) -> Tensor:
+    """Equal shards of all ranks, concatenated along `dim` in rank order."""
+    at = ctx.groups[group]
+    moved = x.movedim(dim, 0).contiguous()
+    return gather(at, moved, [moved.shape[0]] * at.size, "all_gather").movedim(0, dim).contiguous()
+
+
+def relayout(ctx: Context, x: Tensor, *, to: str, how: str, parts: int, group: str) -> Tensor:
+    """Token rows from one view of the mesh to the other.
+
+    `keep`: both views hold the same rows. `slice`: this rank's piece of `parts`. `gather`: the pieces of all ranks.
+    Where attention holds more ranks per block (to experts: slice), the pieces are balanced, the first ones one longer.
+    Where the experts do (to experts: gather), a piece is what one dp rank computes in this step.
+    """
+    if how == "keep":
+        return x
+    at = ctx.groups[group]
+    if (how == "slice") == (to == "experts"):
+        pieces = list(balanced(ctx.step.num_tokens, parts))
+    else:
+        pieces = _sizes(at, ctx.step.num_tokens, x.device)
+    if how == "gather":
+        return gather(at, x, pieces, "relayout")
+    first = sum(pieces[: at.index])
+    return x[first : first + pieces[at.index]]
+
+
+# --- inside -------------------------------------------------------------------------------------------------------
+
+
+def _sizes(group: Group, rows: int, device: torch.device) -> list[int]:
+    """Each rank's number, where this rank's is `rows`."""
+    mine = torch.tensor([rows], dtype=torch.int64, device=device)
+    return [int(size) for size in gather(group, mine, [1] * group.size, "exchange_sizes").tolist()]
+
+
+def _sums(counts: Sequence[int], pieces: Sequence[int]) -> list[int]:
+    """Sums of the first pieces[0] counts, of the next pieces[1], and so on."""
+    if len(counts) != sum(pieces):
+        raise _disagree(f"there are {len(counts)} counts for {sum(pieces)} expert slots")
+    values = iter(counts)
+    return [sum(next(values) for _ in range(size)) for size in pieces]
+
+
+def _ordered_sum(parts: Tensor) -> Tensor:
+    """[n, ...] -> [...]: added from first to last in fp32 (fp64 stays fp64), cast back."""
+    total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts.dtype)
+
+
+def _disagree(message: str) -> MoecError:
+    return fail("E0610", message, "this is a bug in moec: please report it with the program")
+
+
+def _peer_lost(error: RuntimeError) -> Exception:
+    return PeerLost(first_line(error)) if is_peer_loss(error) else error

@@ -1,0 +1,70 @@
+"""One forward pass of one dp rank: which rows it computes, whose they are, and which of them need logits.
+
+T rows (tokens), B sequences, L rows selected. There are no padding rows; B, T and L may be 0, and a rank with none
+still takes part in every collective of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of one sequence in a step: `tokens` continue a sequence of which `cached` tokens are in KV slot `slot`.
+
+    `select`: rows whose logits are wanted, `last` (the last one), `all` or `none`.
+    """
+
+    tokens: Sequence[int]
+    slot: int
+    cached: int = 0
+    select: str = "last"
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The rows of one step, sequence after sequence.
+
+    tokens, positions i64[T] on the device; select i64[L] on the device, ascending; slots and cached hold B numbers,
+    starts B+1 row offsets: rows starts[b]..starts[b+1] belong to the sequence in KV slot slots[b].
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    select: Tensor
+    slots: tuple[int, ...]
+    starts: tuple[int, ...]
+    cached: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.tokens.shape[0])
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.slots)
+
+
+def make_step(pieces: Sequence[Piece], device: torch.device | str = "cpu") -> Step:
+    """The step that computes `pieces`, in order."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    select: list[int] = []
+    starts = [0]
+    for piece in pieces:
+        tokens += piece.tokens
+        positions += range(piece.cached, piece.cached + len(piece.tokens))
+        first = {"last": len(tokens) - 1, "all": starts[-1], "none": len(tokens)}[piece.select]
+        select += range(first, len(tokens))
+        starts.append(len(tokens))
+
+    def on_device(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    slots, cached = tuple(piece.slot for piece in pieces), tuple(piece.cached for piece in pieces)
+    return Step(on_device(tokens), on_device(positions), on_device(select), slots, tuple(starts), cached)

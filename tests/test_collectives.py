@@ -1,0 +1,261 @@
+"""Collectives on gloo: right rows, sums in rank order, empty ranks take part, wrong splits are errors and not hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moec.diagnostics import MoecError
+from moec.mesh import Mesh
+from moec.placement import Placement, balanced, linear
+from moec.runtime import collectives
+from moec.runtime.groups import Group, make_groups
+from moec.runtime.launch import Main, run_ranks
+from moec.runtime.launch_rank import Rank
+from moec.runtime.step import Piece, Step, make_step
+
+
+@dataclass(frozen=True)
+class Ctx:
+    groups: Mapping[str, Group]
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    step: Step = field(default_factory=lambda: make_step([]))
+
+
+def ranks(main: Main, world: int) -> list[object]:
+    return run_ranks(main, world, threads=1)
+
+
+def ep_context(rank: Rank, num_experts: int) -> Ctx:
+    mesh = Mesh(dp=rank.world, ep=rank.world)
+    return Ctx(make_groups(mesh, rank), {"routed": linear(num_experts, rank.world)})
+
+
+EP = {"table": "routed", "group": "experts.ep"}
+
+
+def round_trip(rank: Rank, counts: list[int], dtype: torch.dtype = torch.float32) -> dict[str, object]:
+    """Rows there and back; a row is 1000 * sender + its number."""
+    ctx = ep_context(rank, len(counts))
+    counts_t = torch.tensor(counts)
+    rows = (torch.arange(sum(counts)) + 100 * rank.rank).unsqueeze(1).expand(-1, 2).to(dtype)
+    recv = collectives.exchange_counts(ctx, counts_t, **EP)
+    got = collectives.all_to_all_wait(ctx, collectives.all_to_all_start(ctx, rows, counts_t, recv, **EP))
+    home = collectives.all_to_all_start(ctx, got, counts_t, recv, **EP, back=True)
+    is_same = torch.equal(collectives.all_to_all_wait(ctx, home), rows)
+    return {"recv": recv.tolist(), "rows": got[:, 0].int().tolist(), "home": is_same}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_all_to_all_moves_uneven_rows_there_and_back(dtype: torch.dtype) -> None:
+    sent = [[2, 0, 1, 0, 3], [0, 0, 0, 0, 1], [0, 1, 0, 4, 0]]  # 5 experts on 3 ranks: 2, 2, 1
+    got = ranks(lambda rank: round_trip(rank, sent[rank.rank], dtype), 3)
+    assert [r["recv"] for r in got] == [[[2, 0], [0, 0], [0, 1]], [[1, 0], [0, 0], [0, 4]], [[3], [1], [0]]]
+    assert [r["rows"] for r in got] == [[0, 1, 200], [2, 201, 202, 203, 204], [3, 4, 5, 100]]
+    assert all(r["home"] for r in got)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [[1, 1], [0, 0]],  # B33 a
+        [[0, 0], [0, 0]],  # b: nobody sends
+        [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],  # c: half the ranks idle
+        [[1, 0, 0, 0], [0] * 4, [0] * 4, [0] * 4],  # B36: one token, three ranks receive nothing
+    ],
+)
+def test_zero_splits_complete_with_the_right_rows(sent: list[list[int]]) -> None:
+    got = ranks(lambda rank: round_trip(rank, sent[rank.rank]), len(sent))
+    for here, result in enumerate(got):
+        assert len(result["rows"]) == sum(row[here] for row in sent)
+        assert result["home"]
+
+
+def test_receive_list_off_by_one_is_an_error_naming_both_ranks_and_numbers() -> None:
+    """B33 d: the launcher's line is the culprit's, and the peer that waits is not left hanging."""
+
+    def main(rank: Rank) -> None:
+        ctx = ep_context(rank, 2)
+        counts = torch.tensor([2, 3])
+        recv = collectives.exchange_counts(ctx, counts, **EP)
+        if rank.rank == 1:
+            recv[0, 0] += 1
+        collectives.finish(collectives.all_to_all_start(ctx, torch.zeros(5, 4), counts, recv, **EP))
+
+    with pytest.raises(MoecError) as error:
+        ranks(main, 2)
+    assert error.value.diagnostics[0].code == "E0610"
+    assert "rank 1 expects 4 rows from rank 0, which announced 3" in str(error.value)
+    assert error.value.exit_code == 70
+
+
+def test_a_peer_that_left_is_an_error_on_the_rank_that_waits() -> None:
+    def main(rank: Rank) -> str:
+        ctx = ep_context(rank, 2)
+        if rank.rank == 1:
+            return "left"
+        with pytest.raises(MoecError) as error:
+            collectives.exchange_counts(ctx, torch.tensor([1, 1]), **EP)
+        return error.value.diagnostics[0].code
+
+    assert ranks(main, 2) == ["E0602", "left"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "counts", "words"),
+    [
+        (5, [2, 2], "announced|has 5 rows"),  # B33 e: more rows than the lists say
+        (5, [1, 2, 2], "3 rows for exchange_counts"),
+    ],
+)
+def test_splits_that_do_not_fit_the_rows_are_refused_before_data_moves(
+    rows: int, counts: list[int], words: str
+) -> None:
+    def main(rank: Rank) -> None:
+        ctx = ep_context(rank, 2)
+        recv = collectives.exchange_counts(ctx, torch.tensor(counts), **EP)
+        collectives.all_to_all_start(ctx, torch.zeros(rows, 4), torch.tensor(counts), recv, **EP)
+
+    with pytest.raises(MoecError, match=words) as error:
+        ranks(main, 2)
+    assert error.value.diagnostics[0].code == "E0610"
+
+
+def test_unequal_batches_finish_and_agree() -> None:
+    """B32: 12 and 16 tokens, 4 experts, top 1: the exact splits come from the exchange, not from a local maximum."""
+
+    def main(rank: Rank) -> int:
+        return len(round_trip(rank, [12, 0, 0, 0] if rank.rank == 0 else [4, 4, 4, 4])["rows"])
+
+    assert ranks(main, 2) == [20, 8]
+
+
+def gather_group(rank: Rank) -> Ctx:
+    return Ctx(make_groups(Mesh(dp=rank.world, ep=rank.world), rank))
+
+
+def test_gather_and_reduce_scatter_of_uneven_rows_round_the_rank_order() -> None:
+    sizes = [3, 0, 2]
+
+    def main(rank: Rank) -> dict[str, object]:
+        ctx = gather_group(rank)
+        x = torch.full((sizes[rank.rank], 2), float(rank.rank))
+        told = collectives.exchange_sizes(ctx, x, group="experts.ep")
+        whole = collectives.all_gather_rows(ctx, x, told, group="experts.ep")
+        summed = collectives.reduce_scatter_rows(ctx, whole * (rank.rank + 1), told, group="experts.ep")
+        return {"sizes": told.tolist(), "whole": whole[:, 0].tolist(), "summed": summed[:, 1].tolist()}
+
+    for here, result in enumerate(ranks(main, 3)):
+        assert result["sizes"] == sizes
+        assert result["whole"] == [0, 0, 0, 2, 2]
+        assert result["summed"] == [6.0 * here] * sizes[here]
+
+
+@pytest.mark.parametrize("numel", [3, 7, 40_001])
+def test_all_reduce_adds_in_rank_order_in_fp32(numel: int) -> None:
+    """1e8 + 1 - 1e8 is 0 in rank order in fp32 and 1 in another; bf16 inputs are not rounded in between."""
+
+    def main(rank: Rank) -> dict[str, object]:
+        ctx = gather_group(rank)
+        fp32 = torch.full((numel,), (1e8, 1.0, -1e8)[rank.rank])
+        bf16 = torch.full((numel,), (256.0, 1.0, 1.0)[rank.rank], dtype=torch.bfloat16)
+        sums = [collectives.all_reduce(ctx, x, group="experts.ep") for x in (fp32, bf16)]
+        return {"fp32": sums[0].unique().tolist(), "bf16": sums[1].unique().tolist(), "shape": sums[0].shape[0]}
+
+    for result in ranks(main, 3):
+        assert result == {"fp32": [0.0], "bf16": [258.0], "shape": numel}
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_all_gather_joins_shards_along_a_dim(dim: int) -> None:
+    whole = torch.arange(4 * 6 * 2).view(4, 6, 2).float()
+
+    def main(rank: Rank) -> bool:
+        ctx = Ctx(make_groups(Mesh(tp=2, ep=2), rank))
+        shard = whole.chunk(2, dim)[rank.rank]
+        return torch.equal(collectives.all_gather(ctx, shard, dim=dim, group="attention.tp"), whole)
+
+    assert ranks(main, 2) == [True, True]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 5])
+def test_relayout_slices_over_tp_and_gathers_back(tokens: int) -> None:
+    """B36: one token over two ranks leaves the second one without rows, in every collective."""
+
+    def main(rank: Rank) -> dict[str, object]:
+        step = make_step([Piece(range(tokens), slot=0)])
+        ctx = Ctx(make_groups(Mesh(tp=3, ep=3), rank), step=step)
+        x = torch.arange(float(tokens)).unsqueeze(1)
+        piece = collectives.relayout(ctx, x, to="experts", how="slice", parts=3, group="split")
+        back = collectives.relayout(ctx, piece, to="attention", how="gather", parts=3, group="split")
+        return {"rows": len(piece), "back": back.flatten().tolist()}
+
+    got = ranks(main, 3)
+    assert tuple(result["rows"] for result in got) == balanced(tokens, 3)
+    assert all(result["back"] == list(range(tokens)) for result in got)
+
+
+def test_relayout_gathers_over_dp_and_slices_back() -> None:
+    """Experts cut over etp want the rows of both dp ranks, whose steps differ in length."""
+    tokens = [4, 1]
+
+    def main(rank: Rank) -> dict[str, object]:
+        step = make_step([Piece(range(tokens[rank.rank]), slot=0)])
+        ctx = Ctx(make_groups(Mesh(dp=2, etp=2), rank), step=step)
+        x = torch.full((tokens[rank.rank], 1), float(rank.rank))
+        whole = collectives.relayout(ctx, x, to="experts", how="gather", parts=2, group="split")
+        back = collectives.relayout(ctx, whole, to="attention", how="slice", parts=2, group="split")
+        return {"whole": whole.flatten().tolist(), "same": torch.equal(back, x)}
+
+    assert ranks(main, 2) == [{"whole": [0, 0, 0, 0, 1], "same": True}] * 2
+
+
+@pytest.mark.parametrize(
+    ("mesh", "wanted"),
+    [
+        (Mesh(dp=2, tp=2, edp=2, ep=2), {"attention.tp": [[0, 1], [0, 1], [2, 3], [2, 3]]}),
+        (Mesh(dp=2, tp=2, edp=2, ep=2), {"experts.ep": [[0, 1], [0, 1], [2, 3], [2, 3]]}),
+        (Mesh(dp=4, edp=2, ep=2), {"experts.edp": [[0, 2], [1, 3], [0, 2], [1, 3]]}),
+        (
+            Mesh(dp=2, tp=3, edp=1, ep=6),
+            {"attention.dp": [[0, 3], [1, 4], [2, 5]] * 2, "split": [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3},
+        ),
+    ],
+)
+def test_groups_are_the_declared_ones_on_every_rank(mesh: Mesh, wanted: dict[str, list[list[int]]]) -> None:
+    """B34, B45: every rank makes every group in one order; members and indices come from the mesh."""
+
+    def main(rank: Rank) -> dict[str, object]:
+        groups = make_groups(mesh, rank)
+        assert all(group.ranks[group.index] == rank.rank for group in groups.values())
+        sums = {
+            name: int(
+                collectives.all_reduce(SimpleNamespace(groups=groups), torch.tensor([float(rank.rank)]), group=name)
+            )
+            for name in groups
+        }
+        return {name: [list(groups[name].ranks), sums[name]] for name in wanted}
+
+    for rank, result in enumerate(ranks(main, mesh.size)):
+        for name, lists in wanted.items():
+            assert result[name] == [lists[rank], sum(lists[rank])]
+
+
+def test_groups_initialise_every_time() -> None:
+    """B34: twenty starts of overlapping groups over two axes."""
+    mesh = Mesh(dp=2, tp=2, edp=2, ep=2)
+    for _ in range(20):
+        assert (
+            ranks(lambda rank: sorted(make_groups(mesh, rank)), 4)
+            == [["attention.dp", "attention.tp", "experts.edp", "experts.ep", "split", "world"]] * 4
+        )
+
+
+def test_no_group_of_one_rank_is_made() -> None:
+    """B18: group membership comes from the declared mesh only, never from the size of the world."""
+    names = ranks(lambda rank: sorted(make_groups(Mesh(dp=2, edp=2, ep=1), rank)), 2)
+    assert names == [["attention.dp", "experts.edp", "world"]] * 2
