@@ -1,0 +1,151 @@
+"""Compile a rendered kernel for a device that is not there, and read what the machine code costs.
+
+Needs Triton (on Linux) but no GPU: Triton ships its assemblers and NVIDIA's `cuobjdump`.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moec.codegen.kernel_module import load_kernel
+from moec.codegen.kernels import Form, GateUp, Target, describe, find_target, render_gate_up
+from moec.codegen.renderer import BUG
+
+from moec.diagnostics import MoecError, fail, printable
+
+#: Multiply-adds are fused, as on every GPU by default; said because Triton's default is about to change.
+FP_FUSION = True
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a compiled kernel costs. `spills` is in bytes per thread (NVIDIA) or registers (AMD); 0 is the aim."""
+
+    name: str
+    target: str
+    registers: int
+    spills: int
+    shared_bytes: int
+    assembly: str = field(repr=False)
+    binary: bytes = field(repr=False)
+    ir: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A kernel's arguments as Triton's compiler wants them: types by name, and constants by name."""
+
+    types: dict[str, str]
+    constants: dict[str, object]
+
+
+def compile_gate_up(values: GateUp, source: str | None = None) -> Report:
+    """Compile a grouped gate-up kernel for its target; `source` is its text, where rendered already."""
+    text = source if source is not None else render_gate_up(values)
+    return compile_kernel(text, "grouped_gate_up", signature(values), values.target.text, values)
+
+
+def signature(values: GateUp) -> Signature:
+    """Argument types of the rendered `grouped_gate_up`: pointers or descriptors, and the number of rows."""
+    dtype, tile = values.dtype.value, values.tile
+    rows = w = f"*{dtype}"
+    if values.form is Form.TMA:
+        rows = f"tensordesc<{dtype}[{tile.m}, {tile.k}]>"
+        w = f"tensordesc<{dtype}[{tile.n}, {tile.k}]>"
+    types = {"rows": rows, "offsets": "*i32", "w": w, "out": f"*{dtype}", "num_rows": "i32", "INTERPRET": "constexpr"}
+    return Signature(types, {"INTERPRET": False})
+
+
+def compile_kernel(source: str, name: str, arguments: Signature, target_name: str, values: GateUp) -> Report:
+    """Machine code of kernel `name` of a rendered module for `cuda:90` and the like, with its registers and spills.
+
+    Raises E0521 for an unknown target, E0520 without Triton and E0524 where Triton cannot compile the kernel.
+    """
+    target = find_target(target_name)
+    kernel = load_kernel(source, name, interpret=False)
+    try:
+        compiled = _compile(kernel, arguments, target, values)
+    except MoecError:
+        raise
+    except Exception as error:  # Triton's errors have no common class
+        reason = printable(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+        raise fail("E0524", f"kernel `{values.name}` does not compile for {target.name}: {reason}", BUG) from error
+    binary = compiled.asm["hsaco" if target.backend == "hip" else "cubin"]
+    assembly = compiled.asm["amdgcn" if target.backend == "hip" else "ptx"]
+    registers, spills = _amd_usage(assembly) if target.backend == "hip" else _nvidia_usage(binary)
+    return Report(
+        values.name, target.name, registers, spills, compiled.metadata.shared, assembly, binary, compiled.asm["ttir"]
+    )
+
+
+def _compile(kernel: Any, arguments: Signature, target: Target, values: GateUp) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    # Torch allocates on 16-byte boundaries and the launcher checks it.
+    aligned = [["tt.divisibility", 16]]
+    names = list(arguments.types)
+    attrs = {(names.index(n),): aligned for n, kind in arguments.types.items() if kind.startswith("*")}
+    source = ASTSource(kernel, arguments.types, arguments.constants, attrs)
+    options = {"num_warps": values.tile.warps, "num_stages": values.tile.stages, "enable_fp_fusion": FP_FUSION}
+    return triton.compile(source, GPUTarget(target.backend, target.arch, target.warp_size), options)
+
+
+def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes per thread, as the `cuobjdump` that Triton ships reads them from a cubin."""
+    import triton
+
+    tool = next(Path(triton.__file__).parent.glob("backends/nvidia/**/cuobjdump*"))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert usage is not None, text
+    return int(usage[1]), int(usage[2])
+
+
+def _amd_usage(assembly: str) -> tuple[int, int]:
+    """Vector registers (with accumulation registers) and spilled registers, from the metadata at the assembly's end."""
+
+    def value(key: str) -> int:
+        found = re.search(rf"\.{key}:\s+(\d+)", assembly)
+        assert found is not None, key
+        return int(found[1])
+
+    return value("vgpr_count"), value("vgpr_spill_count") + value("sgpr_spill_count")
+
+
+def plan_entry(values: GateUp, report: Report) -> dict[str, object]:
+    """What `plan.json` keeps of a compiled kernel."""
+    tile = values.tile
+    return {
+        "name": report.name,
+        "target": report.target,
+        "form": values.form.value,
+        "tile": {"m": tile.m, "n": tile.n, "k": tile.k, "stages": tile.stages, "warps": tile.warps},
+        "registers": report.registers,
+        "spills": report.spills,
+        "shared_bytes": report.shared_bytes,
+        "fallback": values.fallback.text,
+    }
+
+
+def report_lines(values: GateUp, report: Report) -> list[str]:
+    """Lines for a person: what was compiled, what it uses, and a smaller tile or spills if there are any."""
+    limit = find_target(report.target).shared_limit
+    lines = [
+        f"{report.name} for {report.target}: {report.registers} registers, {report.spills} spilled, "
+        f"{report.shared_bytes} of {limit} bytes of shared memory",
+        f"  tile {describe(values.tile)}, {values.form.value} loads",
+    ]
+    if values.fallback.text:
+        lines.append(f"  smaller tile: {values.fallback}")
+    return lines
