@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 #: Axes of each view, outermost first.
 VIEWS = {"attention": ("dp", "tp"), "experts": ("edp", "ep", "etp")}
@@ -53,6 +54,7 @@ class Mesh:
         """Pieces a token block falls into between the views: max(tp, etp) / min(tp, etp)."""
         return max(self.tp, self.etp) // min(self.tp, self.etp)
 
+    @cache  # noqa: B019  (a mesh is a small frozen value)
     def groups(self) -> dict[str, RankLists]:
         """Name -> the rank lists of that group over the world, for every group of more than one rank.
 

@@ -1,0 +1,26 @@
+"""The passes, one file each, in the order in which they run (`moec.compiler` says why)."""
+
+from moec.passes.base import Pass, parse_pass
+from moec.passes.choose_kernels import ChooseKernels
+from moec.passes.fuse_gate_up import FuseGateUp
+from moec.passes.infer_shapes import InferShapes
+from moec.passes.insert_exchange import InsertExchange
+from moec.passes.place_experts import PlaceExperts
+from moec.passes.plan_memory import PlanMemory
+from moec.passes.shard_attention import ShardAttention
+from moec.passes.shard_experts import ShardExperts
+from moec.passes.split_tokens import SplitTokens
+
+PASSES: tuple[type[Pass], ...] = (
+    PlaceExperts,
+    InferShapes,
+    ShardAttention,
+    SplitTokens,
+    ShardExperts,
+    InsertExchange,
+    FuseGateUp,
+    PlanMemory,
+    ChooseKernels,
+)
+
+__all__ = ["PASSES", "Pass", "parse_pass"]

@@ -1,0 +1,312 @@
+"""The Program: one phase of one model as a short list of runs over bodies, each body one `torch.fx.Graph`.
+
+Alike layers share one body. Every node is an operation of `moec.ops`, and carries in `node.meta`
+
+- `loc`     the place in the `.moe` file it stands for,
+- `type`    shape, dtype and layout of its value (a tuple of them where it has several results), once inferred,
+- `stream`  compute, intra, inter or copy,
+- `kernel`  the kernel that serves it, once chosen.
+
+Shapes are those of one rank's part. A dimension is an integer, or a symbol known only at run time:
+T tokens of this rank, S after they are split over tp, P rows sent, R rows received, G rows gathered, L rows selected,
+M experts held where ranks hold different numbers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from moec.mesh import Mesh
+from moec.placement import Placement
+from moec.topology import Cluster
+
+if TYPE_CHECKING:
+    from moec.ops import Op
+
+Dim = int | str
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every rank of the axis holds the same whole value."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Equal pieces along `dim`; `copies` neighbouring ranks hold the same piece (KV heads fewer than tp)."""
+
+    dim: int
+    copies: int = 1
+
+    def __str__(self) -> str:
+        return f"S{self.dim}" if self.copies == 1 else f"S{self.dim}x{self.copies}"
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The value is the sum over the ranks of the axis."""
+
+    def __str__(self) -> str:
+        return "P"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A parameter whose dim 0 counts experts, dealt to the ranks by placement table `table`."""
+
+    table: str
+
+    def __str__(self) -> str:
+        return f"placed({self.table})"
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Rows scattered by routing table `table`: at `home`, the rank of their token, or at the rank of their `expert`.
+
+    Only the combine of the same table ends it.
+    """
+
+    table: str
+    at: str  # home | expert
+
+    def __str__(self) -> str:
+        return f"{self.at}({self.table})"
+
+
+Place = Replicate | Shard | Partial | Placed | Routed
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh view and a placement for each of its axes of more than one rank. View None: whole, fits every view."""
+
+    view: str | None = None
+    places: tuple[tuple[str, Place], ...] = ()
+
+    def on(self, axis: str) -> Place:
+        return dict(self.places).get(axis, Replicate())
+
+    def with_place(self, axis: str, place: Place) -> Layout:
+        return replace(self, places=tuple((a, place if a == axis else p) for a, p in self.places))
+
+
+def layout(mesh: Mesh, view: str, **places: Place) -> Layout:
+    """The layout on `view` with the given placements, `Replicate` on the other axes."""
+    return Layout(view, tuple((axis, places.get(axis, Replicate())) for axis in mesh.axes(view)))
+
+
+@dataclass(frozen=True)
+class Type:
+    """Shape of one rank's part, dtype (bf16 fp16 fp32 i64 i32), layout. `pending`: a started collective's handle."""
+
+    shape: tuple[Dim, ...]
+    dtype: str
+    layout: Layout
+    pending: bool = False
+
+
+@dataclass(frozen=True)
+class Loc:
+    """Line and column (from 1) in the `.moe` file; `file` only where it is not the program's own source."""
+
+    line: int
+    column: int
+    file: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}" if self.file else f"{self.line}:{self.column}"
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter of a body: logical parameters `parts` concatenated along `dim`; `shape` is global, of all parts.
+
+    In a layer body `parts` are relative to the layer: `attention.q` is `layers.{l}.attention.q`. Each part is sharded
+    by the layout first, then the rank's pieces are concatenated.
+    """
+
+    parts: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout = Layout()
+    dim: int = 0
+
+    def local_shape(self, mesh: Mesh, placements: dict[str, Placement]) -> tuple[Dim, ...]:
+        """Shape on one rank; the expert dim is the symbol M where ranks hold different numbers of experts.
+
+        Raises ValueError where a dim does not divide.
+        """
+        shape: list[Dim] = list(self.shape)
+        for axis, place in self.layout.places:
+            if isinstance(place, Shard):
+                parts, size = mesh.axis_size(axis) // place.copies, shape[place.dim]
+                if not isinstance(size, int) or size % (parts * len(self.parts if place.dim == self.dim else "1")):
+                    raise ValueError(f"dim {place.dim} of {'+'.join(self.parts)} ({size}) does not divide by {parts}")
+                shape[place.dim] = size // parts
+            elif isinstance(place, Placed):
+                table = placements[place.table]
+                shape[0] = table.counts[0] if table.is_even else "M"
+        return tuple(shape)
+
+
+@dataclass(frozen=True)
+class State:
+    """KV memory of one layer: `shape` per token (global), dtype and layout; dims count from the per-token shape."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout = Layout()
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        shape = list(self.shape)
+        for axis, place in self.layout.places:
+            if isinstance(place, Shard):
+                shape[place.dim] //= mesh.axis_size(axis) // place.copies
+        return tuple(shape)
+
+
+@dataclass
+class Body:
+    """One graph and what it reads: parameters by name, KV states by name."""
+
+    name: str
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    params: dict[str, Param] = field(default_factory=dict)
+    states: dict[str, State] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Run:
+    """`body` once (prologue, epilogue: `layers` empty), or for each layer of the range."""
+
+    body: str
+    layers: range = range(0)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank, as sums over all layers."""
+
+    weights: int
+    kv: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.buffers
+
+
+@dataclass
+class Program:
+    """One phase, complete: `run(program)` needs nothing else. Every rank runs it with its own part.
+
+    `tokens`: rows per step and dp rank at most. `slots`: sequences per dp rank at most. `context`: longest sequence.
+    `done`: names of the passes that ran; the verifier holds what each of them promises.
+    """
+
+    name: str
+    phase: str  # prefill | decode
+    source: str
+    mesh: Mesh
+    cluster: Cluster
+    tokens: int
+    slots: int
+    context: int
+    dtype: str
+    exchange: str
+    strategy: str  # of expert placement
+    placements: dict[str, Placement] = field(default_factory=dict)
+    experts: dict[str, int] = field(default_factory=dict)  # table -> number of routed experts
+    bodies: dict[str, Body] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+    memory: tuple[Memory, ...] = ()  # by rank, once planned
+    done: tuple[str, ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and _key(self) == _key(other)
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+    @property
+    def is_typed(self) -> bool:
+        return "infer-shapes" in self.done
+
+    @property
+    def hidden(self) -> int:
+        """Width of the hidden state."""
+        return self.bodies["prologue"].params["embed"].shape[1]
+
+    def nodes(self) -> Iterator[tuple[Body, fx.Node]]:
+        """Every operation of every body, in order."""
+        for body in self.bodies.values():
+            for node in body.graph.nodes:
+                if is_op(node):
+                    yield body, node
+
+    def layers_of(self, body: str) -> list[int]:
+        """Layer numbers that run `body`, in order."""
+        return [layer for run in self.runs if run.body == body for layer in run.layers]
+
+
+def is_op(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is not operator.getitem
+
+
+def op_of(node: fx.Node) -> Op:
+    """The table entry of an operation node."""
+    target: Any = node.target
+    return target  # type: ignore[no-any-return]
+
+
+def results_of(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The values of a node: itself, or its numbered results in order."""
+    if op_of(node).num_results == 1:
+        return (node,)
+    found = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    return tuple(found[i] for i in range(op_of(node).num_results))
+
+
+def type_of(value: fx.Node) -> Type:
+    """Type of a value node (parameter, input, single result or numbered result)."""
+    found = value.meta["type"]
+    assert isinstance(found, Type), value
+    return found
+
+
+def loc_of(node: fx.Node) -> Loc:
+    found = node.meta["loc"]
+    assert isinstance(found, Loc)
+    return found
+
+
+def _key(program: Program) -> tuple[Any, ...]:
+    """Everything a program says, with values named by position: equal programs have equal keys."""
+    plain = {k: v for k, v in vars(program).items() if k != "bodies"}
+    return plain, [_body_key(body) for body in program.bodies.values()]
+
+
+def _body_key(body: Body) -> tuple[Any, ...]:
+    """Parameters are named, not counted: in which order their nodes stand says nothing."""
+    listed = [node for node in body.graph.nodes if node.op != "get_attr"]
+    names = {node: f"%{i}" for i, node in enumerate(listed)}
+    names |= {node: f"@{node.target}" for node in body.graph.nodes if node.op == "get_attr"}
+    nodes = [
+        (
+            node.op,
+            "output" if node.op == "output" else node.target,
+            [names[a] if isinstance(a, fx.Node) else a for a in node.args],
+            dict(node.kwargs),
+            dict(node.meta),
+        )
+        for node in listed
+    ]
+    return body.name, body.params, body.states, nodes

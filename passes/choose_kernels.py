@@ -1,0 +1,26 @@
+"""Say which kernel serves each operation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moec.ir import Program, op_of
+from moec.passes.base import Pass
+
+
+@dataclass(frozen=True)
+class ChooseKernels(Pass):
+    """Write the kernel of every operation: `prefer` where the operation table has it, else its first.
+
+    before: %4 = grouped_gate_up(%1, %2, @experts.gate_up)
+    after:  %4 = grouped_gate_up(%1, %2, @experts.gate_up) by triton
+    """
+
+    name: ClassVar[str] = "choose-kernels"
+    prefer: str = "torch"
+
+    def run(self, program: Program) -> None:
+        for _, node in program.nodes():
+            kernels = op_of(node).kernels
+            node.meta["kernel"] = self.prefer if self.prefer in kernels else kernels[0]

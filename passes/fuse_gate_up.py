@@ -1,0 +1,61 @@
+"""Read the tokens once for gate and up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from moec.ir import Body, Param, Program, is_op, op_of
+from moec.ir_build import Builder, drop_unused_params, erase
+from moec.passes.base import Pass
+
+#: Product that is fused -> the fused operation, and the dim along which gate and up rows are joined.
+FUSED = {"linear": ("gate_up", 0), "grouped_linear": ("grouped_gate_up", 1)}
+
+
+@dataclass(frozen=True)
+class FuseGateUp(Pass):
+    """Join gate and up into one parameter and one product with the activation behind it.
+
+    before: %1 = linear(%0, @ffn.gate); %2 = linear(%0, @ffn.up); %3 = silu_mul(%1, %2)
+    after:  %1 = gate_up(%0, @ffn.gate_up)          param ffn.gate_up = ffn.gate+ffn.up
+    """
+
+    name: ClassVar[str] = "fuse-gate-up"
+
+    def run(self, program: Program) -> None:
+        for body in program.bodies.values():
+            for node in list(body.graph.nodes):
+                if is_op(node) and op_of(node).name == "silu_mul":
+                    _fuse(program, body, node)
+            drop_unused_params(body)
+
+
+def _fuse(program: Program, body: Body, act: fx.Node) -> None:
+    gate, up = act.args
+    assert isinstance(gate, fx.Node) and isinstance(up, fx.Node)
+    if not (is_op(gate) and is_op(up) and gate.target is up.target and op_of(gate).name in FUSED):
+        return
+    if gate.args[:-1] != up.args[:-1] or len(gate.users) != 1 or len(up.users) != 1:
+        return
+    name, dim = FUSED[op_of(gate).name]
+    weights = [node.args[-1] for node in (gate, up)]
+    first, second = (body.params[str(w.target)] for w in weights if isinstance(w, fx.Node))
+    if first.layout != second.layout or first.dtype != second.dtype:
+        return
+    joined = f"{first.parts[0].rpartition('.')[0]}.gate_up"
+    body.params[joined] = _join(first, second, dim)
+    build = Builder(program, body)
+    with build.before(act):
+        fused = build.emit(name, *gate.args[:-1], build.param(joined), at=act)
+    act.replace_all_uses_with(fused)
+    for node in (act, gate, up):
+        erase(body, node)
+
+
+def _join(first: Param, second: Param, dim: int) -> Param:
+    shape = list(first.shape)
+    shape[dim] += second.shape[dim]
+    return Param(first.parts + second.parts, tuple(shape), first.dtype, first.layout, dim)
