@@ -1,0 +1,142 @@
+"""Plans to `checked.Plan`: what runs where, and whether the model's dimensions fit the mesh's degrees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from moec.checked import Gqa, MeshSpec, Model, Moe, Phase, Plan
+from moec.diagnostics import Label, Span, did_you_mean
+from moec.grammar import ast
+from moec.semantics_fields import Fields, settings
+from moec.semantics_values import Values
+
+DTYPES = ("bf16", "fp16", "fp32")
+EXCHANGES = ("flat", "gather")
+UNBUILT_EXCHANGES = ("padded", "two_hop", "aggregate", "auto")
+UNBUILT_PHASE = {"capacity": "every routed row is sent: leave `capacity` out"}
+DEFAULT_CONTEXT, DEFAULT_TOKENS, DEFAULT_BATCH = 4096, 4096, 8
+T = TypeVar("T")
+SIZES = {"prefill": ("tokens", DEFAULT_TOKENS), "decode": ("batch", DEFAULT_BATCH)}
+
+
+def check_plan(
+    node: ast.Plan,
+    values: Values,
+    models: Mapping[str, Model | None],
+    meshes: Mapping[str, MeshSpec | None],
+    expert_views: Mapping[str, Span],
+) -> Plan | None:
+    """The plan, or None after errors were reported. `expert_views`: where each mesh says something about experts.
+
+    A model or mesh that is None was reported where it is declared.
+    """
+    before = len(values.problems.found)
+    fields = Fields(values, f"plan `{node.name.id}`", node.name.span, settings(node.items), ("compute", "context"))
+    context = fields.whole("context", DEFAULT_CONTEXT)
+    compute = fields.choice("compute", DTYPES) if fields.has("compute") else ""
+    phases = {kind: _phase(node, kind, values) for kind in SIZES}
+    run = _run(node, values)
+    if run is None:
+        return None
+    if run.cache is not None:
+        help = "all experts stay in device memory: leave `with` out"
+        values.problems.add("E0219", f"`with {run.cache.id}` is not built yet", run.cache.span, help=help)
+    model = _find(run.model, "model", models, values)
+    mesh = _find(run.mesh, "mesh", meshes, values) if run.mesh is not None else None
+    if model is None or mesh is None or context is None or compute is None:
+        return None
+    _join(model, mesh, run.span, values)
+    _need_experts(model, mesh, expert_views.get(mesh.name), run.span, values)
+    prefill, decode = phases["prefill"], phases["decode"]
+    if prefill is None or decode is None or len(values.problems.found) > before:
+        return None
+    return Plan(node.name.id, model, mesh, compute or model.dtype, context, prefill, decode, node.span)
+
+
+def _run(node: ast.Plan, values: Values) -> ast.Run | None:
+    runs = [item for item in node.items if isinstance(item, ast.Run)]
+    if not runs:
+        help = "add `run MODEL on MESH`"
+        values.problems.add("E0204", f"plan `{node.name.id}` needs `run`", node.name.span, help=help)
+        return None
+    for again in runs[1:]:
+        also = [Label(runs[0].span, "first given here")]
+        values.problems.add("E0205", "`run` is given twice", again.span, help="write a plan for each", also=also)
+    return runs[0]
+
+
+def _find(name: ast.Name, kind: str, declared: Mapping[str, T | None], values: Values) -> T | None:
+    if name.id not in declared:
+        help = did_you_mean(name.id, declared) or "declare it, or name its file with `use`"
+        values.problems.add("E0201", f"unknown {kind} `{name.id}`", name.span, help=help)
+    return declared.get(name.id)
+
+
+def _phase(node: ast.Plan, kind: str, values: Values) -> Phase | None:
+    """The settings of one phase; the phase may be left out."""
+    phases = [item for item in node.items if isinstance(item, ast.Phase) and item.kind == kind]
+    for again in phases[1:]:
+        also = [Label(phases[0].span, "first given here")]
+        values.problems.add("E0205", f"`{kind}` is given twice", again.span, help="join them", also=also)
+    span = phases[0].span if phases else node.name.span
+    key, default = SIZES[kind]
+    given = settings(phases[0].items) if phases else []
+    fields = Fields(values, f"`{kind}`", span, given, (key, "exchange", "overlap"), UNBUILT_PHASE)
+    size = fields.whole(key, default)
+    exchange = fields.choice("exchange", EXCHANGES, "flat", UNBUILT_EXCHANGES)
+    overlap = fields.choice("overlap", ("off",), "off", ("auto", "on", "two_batch"))
+    return Phase(kind, size, exchange, span) if size and exchange and overlap else None
+
+
+def _join(model: Model, mesh: MeshSpec, run: Span, values: Values) -> None:
+    """Every dimension that a mesh axis shards splits evenly; the errors say which degrees would do."""
+    for layer in dict.fromkeys(model.layers):
+        attention, ffn = layer.attention, layer.ffn
+        heads = f"the {attention.heads} heads of `{attention.name}`"
+        _divide("E0305", heads, attention.heads, "tp", mesh, attention.span, run, values)
+        if isinstance(attention, Gqa):
+            _share_kv(attention, mesh, run, values)
+        if isinstance(ffn, Moe):
+            what = f"the inner size {ffn.routed.inner} of `{ffn.routed.name}`"
+            _divide("E0307", what, ffn.routed.inner, "etp", mesh, ffn.routed.span, run, values)
+        else:
+            _divide("E0307", f"the inner size {ffn.inner}", ffn.inner, "tp", mesh, ffn.span, run, values)
+
+
+def _divide(
+    code: str, what: str, size: int, axis: str, mesh: MeshSpec, declared: Span, run: Span, values: Values
+) -> None:
+    degree = getattr(mesh, axis)
+    if size % degree:
+        also = [Label(declared, "declared here")]
+        message = (
+            f"{what} do not split over {axis}({degree})"
+            if "heads" in what
+            else f"{what} does not split over {axis}({degree})"
+        )
+        values.problems.add(code, message, run, help=f"{axis} can be {_degrees(size)}", also=also)
+
+
+def _share_kv(attention: Gqa, mesh: MeshSpec, run: Span, values: Values) -> None:
+    """KV heads are split over tp, or each is copied to the same number of ranks."""
+    kv, tp = attention.kv_heads, mesh.tp
+    if kv % tp and tp % kv:
+        also = [Label(attention.span, "declared here")]
+        help = f"tp can be {_degrees(kv)}, or a multiple of {kv}"
+        message = f"{kv} KV heads of `{attention.name}` neither split over tp({tp}) nor repeat evenly on it"
+        values.problems.add("E0306", message, run, help=help, also=also)
+
+
+def _degrees(size: int) -> str:
+    """The first few divisors of a size, all of them where there are few."""
+    divisors = [d for d in range(1, min(size, 1024) + 1) if size % d == 0]
+    return ", ".join(map(str, divisors[:12])) + (" ..." if len(divisors) > 12 or size > 1024 else "")
+
+
+def _need_experts(model: Model, mesh: MeshSpec, view: Span | None, run: Span, values: Values) -> None:
+    """What a mesh says about experts must have experts to act on (fault B30)."""
+    if view is not None and not any(isinstance(layer.ffn, Moe) for layer in model.layers):
+        also = [Label(view, "this would do nothing")]
+        message = f"model `{model.name}` has no experts for mesh `{mesh.name}` to place"
+        values.problems.add("E0308", message, run, help="leave `experts` and `placement` out of the mesh", also=also)

@@ -1,0 +1,191 @@
+"""Expressions to values: arithmetic on named constants, units, and the types a setting may ask for.
+
+A value that cannot be had is reported once and is None from there on: whoever reads it stays silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import add, mul, sub, truediv
+
+from moec.diagnostics import Diagnostic, Label, Span, did_you_mean
+from moec.grammar import ast
+
+#: Errors after this many are dropped: they help nobody.
+MAX_ERRORS = 100
+#: Integers stay below this, so that no size can overflow where it is used.
+LIMIT = 1 << 63
+
+_BINARY = {prefix: 1024 ** (i + 1) for i, prefix in enumerate("KMGT")}
+_DECIMAL = {prefix: 1000 ** (i + 1) for i, prefix in enumerate("KMGT")}
+#: Unit -> (dimension, factor to the dimension's base: bytes, bytes/s, us, TFLOP/s).
+UNITS: dict[str, tuple[str, float]] = {
+    **{f"{p}iB": ("bytes", f) for p, f in _BINARY.items()},
+    **{f"{p}B": ("bytes", f) for p, f in _DECIMAL.items()},
+    **{f"{p}B/s": ("bytes per second", f) for p, f in _DECIMAL.items()},
+    "Gbit/s": ("bytes per second", 1e9 / 8),
+    "us": ("time", 1),
+    "ms": ("time", 1000),
+    "TFLOP/s": ("arithmetic rate", 1),
+}
+
+
+class Problems:
+    """The errors of the checker, all of them."""
+
+    def __init__(self) -> None:
+        self.found: list[Diagnostic] = []
+
+    def add(
+        self, code: str, message: str, at: Span, label: str = "", help: str = "", also: Sequence[Label] = ()
+    ) -> None:
+        """One error; a second at the same place with the same code says nothing new."""
+        key = (code, at)
+        known = any(d.code == key[0] and d.primary and d.primary.span == key[1] for d in self.found)
+        if not known and len(self.found) < MAX_ERRORS:
+            self.found.append(Diagnostic(code, message, Label(at, label), tuple(also), help))
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A number with a dimension, in the dimension's base unit."""
+
+    value: float
+    dimension: str
+
+
+Value = int | float | bool | str | Amount
+
+
+def say(value: object) -> str:
+    """What kind of thing a value is, for messages."""
+    if isinstance(value, bool):
+        return "`true` or `false`"
+    kinds = {int: "a whole number", float: "a decimal number", str: "a text", Amount: "an amount with a unit"}
+    return kinds[type(value)]
+
+
+class Values:
+    """Evaluates the expressions of one file; remembers which constants were used."""
+
+    def __init__(self, constants: Iterable[ast.Constant], problems: Problems) -> None:
+        self.problems = problems
+        self.constants: dict[str, ast.Constant] = {}
+        for constant in constants:
+            first = self.constants.setdefault(constant.name.id, constant)
+            if first is not constant:
+                also = [Label(first.name.span, "first declared here")]
+                message = f"constant `{constant.name.id}` is declared twice"
+                problems.add("E0206", message, constant.name.span, help="rename or remove one of them", also=also)
+        self.used: set[str] = set()
+        self._known: dict[str, Value | None] = {}
+        self._active: list[str] = []
+
+    def evaluate(self, node: ast.Expression) -> Value | None:
+        """The value of an expression, or None after an error was reported."""
+        match node:
+            case ast.Number(literal):
+                return self._number(literal, node.span)
+            case ast.Quantity(literal, unit, per):
+                if per is not None:
+                    self.problems.add("E0219", f"`per {per.id}` is not built yet", per.span, help="leave `per` out")
+                    return None
+                dimension, factor = UNITS[unit]
+                number = self._number(literal, node.span)
+                return None if number is None else Amount(float(number * factor), dimension)
+            case ast.Boolean(literal):
+                return literal == "true"
+            case ast.Text():
+                return node.value
+            case ast.Name():
+                return self._constant(node)
+            case ast.Call(name):
+                message = f"`{name.id}(...)` is not a number"
+                self.problems.add("E0207", message, node.span, help="only numbers and amounts can be computed with")
+                return None
+            case ast.Negative(value):
+                return self._combine("-", 0, self.evaluate(value), node.span)
+            case ast.Sum(first, parts) | ast.Product(first, parts):
+                total = self.evaluate(first)
+                for part in parts:
+                    total = self._combine(part.operator, total, self.evaluate(part.value), node.span)
+                return total
+
+    def _number(self, literal: str, span: Span) -> int | float | None:
+        number = int(literal) if literal.isdigit() else float(literal)
+        return self._in_range(number, span)
+
+    def _in_range(self, number: int | float, span: Span) -> int | float | None:
+        if abs(number) < LIMIT:
+            return number
+        self.problems.add("E0211", "the number is too large", span, help="numbers stay below 2^63")
+        return None
+
+    def _constant(self, node: ast.Name) -> Value | None:
+        """A constant's value, computed once. A constant that needs itself is an error."""
+        name = node.id
+        if name not in self.constants:
+            help = did_you_mean(name, self.constants) or f"declare it: `const {name} = ...`"
+            self.problems.add("E0201", f"unknown constant `{name}`", node.span, help=help)
+            return None
+        self.used.add(name)
+        if name in self._active:
+            chain = " -> ".join([*self._active[self._active.index(name) :], name])
+            self.problems.add("E0217", f"constant `{name}` needs itself: {chain}", node.span, help="break the circle")
+            return None
+        if name not in self._known:
+            if len(self._active) >= 64:
+                message = f"constant `{name}` needs more than 64 others in a row"
+                self.problems.add("E0106", message, node.span, help="write some of the values as numbers")
+                return None
+            self._active.append(name)
+            self._known[name] = self.evaluate(self.constants[name].value)
+            self._active.pop()
+        return self._known[name]
+
+    def _combine(self, operator: str, a: Value | None, b: Value | None, span: Span) -> Value | None:
+        """Arithmetic of numbers and amounts. Whole numbers stay whole; a division that is not exact gives a decimal."""
+        if a is None or b is None:
+            return None
+        for value in (a, b):
+            if isinstance(value, (bool, str)):
+                help = "only numbers and amounts can be computed with"
+                self.problems.add("E0207", f"{say(value)} cannot be computed with", span, help=help)
+                return None
+        assert not isinstance(a, (bool, str)) and not isinstance(b, (bool, str))
+        dimension = _dimension(operator, a, b)
+        if dimension is None:
+            both = f"{_dimension_of(a) or 'a plain number'} {operator} {_dimension_of(b) or 'a plain number'}"
+            self.problems.add("E0210", f"the units do not fit: {both}", span, help="use the same kind of unit")
+            return None
+        x, y = (v.value if isinstance(v, Amount) else v for v in (a, b))
+        if operator == "/" and y == 0:
+            self.problems.add("E0211", "division by zero", span, help="divide by another number")
+            return None
+        result = self._in_range(_compute(operator, x, y), span)
+        return Amount(float(result), dimension) if result is not None and dimension else result
+
+
+def _dimension_of(value: Value) -> str:
+    return value.dimension if isinstance(value, Amount) else ""
+
+
+def _dimension(operator: str, a: Value, b: Value) -> str | None:
+    """The dimension of a result, "" for a plain number, None where the two do not fit."""
+    x, y = _dimension_of(a), _dimension_of(b)
+    if operator in "+-":
+        zero = operator == "-" and a == 0  # a sign: 0 - b
+        return y if x == y or zero else None
+    if operator == "*":
+        return (x or y) if not (x and y) else None
+    return x if not y else "" if x == y else None
+
+
+def _compute(operator: str, x: int | float, y: int | float) -> int | float:
+    try:
+        if operator == "/" and isinstance(x, int) and isinstance(y, int) and x % y == 0:
+            return x // y
+        return {"+": add, "-": sub, "*": mul, "/": truediv}[operator](x, y)
+    except OverflowError:
+        return LIMIT
