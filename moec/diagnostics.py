@@ -15,8 +15,10 @@ EXIT_BY_CLASS = {"E01": 1, "E02": 1, "E03": 1, "E04": 1, "E05": 1, "E06": 4, "E0
 EXIT_USAGE, EXIT_PEER, EXIT_NUMERIC, EXIT_BUG = 2, 5, 6, 70
 #: Exit codes a diagnostic has whatever its class says: a dead peer, a wrong world size, a numeric fault, a bug.
 EXIT_BY_CODE: dict[str, int] = {
+    "E0502": 70, "E0503": 70, "E0504": 70, "E0520": 4, "E0524": 70, "E0525": 70,
     "E0601": 5, "E0602": 5, "E0603": 5, "E0607": 5,
     "E0608": 2, "E0610": 70, "E0611": 2, "E0612": 6, "E0613": 3, "E0614": 2, "E0615": 3, "E0616": 6, "E0617": 3, "E0699": 70,
+    "E0730": 2, "E0746": 6,
 }  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def _target(device: torch.device) -> Target:
     """The target to specialise for: the nearest known architecture, with the shared memory this device has."""
     if device.type != "cuda":
         return INTERPRETED_TARGET
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         return replace(TARGETS["hip:gfx942"], shared_limit=properties.shared_memory_per_block)
     major = properties.major
