@@ -1,0 +1,158 @@
+"""Weights of one rank: each parameter's own slices, read from the shards straight into owned buffers.
+
+1. `wanted` lists the parameters of a Program by the names of the model's logical parameters.
+2. `open_sources` (before a rank starts) accounts for all of them from the shard headers.
+3. `load` cuts each part by the layout, takes its experts in the slot order of the placement table, reads the pieces
+   with `preadv` (a memory map would cost several times the memory, and a shard truncated meanwhile would kill the
+   process), converts bf16, fp16 and fp32 to the parameter's dtype, and refuses values that are not finite.
+
+Memory beyond the weights themselves: one bounce buffer (`weights_reader.BOUNCE_BYTES`), or one row where a row is longer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moec.checkpoint_map import Block, Shape, Sources, open_sources
+from moec.ir import Param, Placed, Program, Replicate, Shard
+from moec.mesh import Mesh
+from moec.placement import Placement
+from moec.runtime.weights_reader import TORCH_DTYPES, ShardReader
+
+Progress = Callable[[int, int], None]
+
+
+def wanted(programs: Sequence[Program]) -> dict[str, Param]:
+    """Every parameter of `programs`, by name: `norm`, `layers.3.experts.gate_up`; its parts named in full.
+
+    Programs of one model share their weights, so the same name must mean the same parameter in each.
+    """
+    found: dict[str, Param] = {}
+    for program in programs:
+        for run in program.runs:
+            for name, param in program.bodies[run.body].params.items():
+                for prefix in [f"layers.{layer}." for layer in run.layers] or [""]:
+                    full = replace(param, parts=tuple(prefix + part for part in param.parts))
+                    if found.setdefault(prefix + name, full) != full:
+                        raise AssertionError(f"{prefix + name} has another layout in {program.phase}")
+    return found
+
+
+def logical_shapes(params: Mapping[str, Param]) -> dict[str, Shape]:
+    """Global shape of each logical parameter that `params` are made of; the parts of one are equal."""
+    return {part: _part_shape(param) for param in params.values() for part in param.parts}
+
+
+def load_rank(
+    programs: Sequence[Program],
+    folder: Path,
+    rank: int,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> dict[str, Tensor]:
+    """The tensors of `rank` for `programs`, by the names of `wanted`. Raises E0701 to E0746."""
+    params = wanted(programs)
+    sources = open_sources(folder, logical_shapes(params))
+    placements = {name: table for program in programs for name, table in program.placements.items()}
+    return load(sources, params, programs[0].mesh, placements, rank, device, progress)
+
+
+def load(
+    sources: Sources,
+    params: Mapping[str, Param],
+    mesh: Mesh,
+    placements: Mapping[str, Placement],
+    rank: int,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> dict[str, Tensor]:
+    """Local tensors of `params` on `rank`. Equal parameters under two names (a tied head) share one tensor.
+
+    `progress(done, total)` counts bytes of this rank's tensors. Raises E0745 for a shard that cannot be read to its
+    end, E0746 for values that are not finite.
+    """
+    tensors: dict[Param, Tensor] = {}
+    total = sum(_local_bytes(param, mesh, placements, rank) for param in set(params.values()))
+    done = 0
+    with ShardReader(sources.checkpoint.folder) as reader:
+        for param in params.values():
+            if param in tensors:
+                continue
+            shape = _local_shape(param, mesh, placements, rank)
+            tensor = tensors[param] = torch.empty(shape, dtype=TORCH_DTYPES[param.dtype], device=device)
+            filled = 0
+            for block, rows, columns, target in _pieces(sources, param, tensor, mesh, placements, rank):
+                reader.read(block, rows, columns, target)
+                filled += target.numel()
+                done += target.numel() * target.element_size()
+                if progress is not None:
+                    progress(done, total)
+            if filled != tensor.numel():
+                raise AssertionError(f"{'+'.join(param.parts)}: {filled} of {tensor.numel()} values were read")
+    return {name: tensors[param] for name, param in params.items()}
+
+
+def read_whole(sources: Sources, parameter: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """One whole logical parameter, as the checkpoint has it."""
+    name = next(name for name, found in TORCH_DTYPES.items() if found == dtype)
+    param = Param((parameter,), sources.parameters[parameter], name)
+    return load(sources, {parameter: param}, Mesh(), {}, 0)[parameter]
+
+
+def _part_shape(param: Param) -> Shape:
+    shape = list(param.shape)
+    shape[param.dim] //= len(param.parts)
+    return tuple(shape)
+
+
+def _cut(
+    param: Param, mesh: Mesh, placements: Mapping[str, Placement], rank: int
+) -> tuple[list[range], tuple[int, ...]]:
+    """The ranges of one part that `rank` holds, by dim, and for a stack of experts the ids it holds, in slot order."""
+    ranges = [range(size) for size in _part_shape(param)]
+    experts: tuple[int, ...] = tuple(ranges[0]) if len(ranges) == 3 else ()
+    for axis, place in param.layout.places:
+        if isinstance(place, Placed):
+            experts = placements[place.table].slots[mesh.coordinate(rank, axis)]
+        elif isinstance(place, Shard):
+            pieces, index = mesh.axis_size(axis) // place.copies, mesh.coordinate(rank, axis) // place.copies
+            held = ranges[place.dim]
+            size = len(held) // pieces
+            ranges[place.dim] = held[index * size : (index + 1) * size]
+        elif not isinstance(place, Replicate):
+            raise AssertionError(f"parameter {param.parts} is {place} on {axis}")
+    return ranges, experts
+
+
+def _local_shape(param: Param, mesh: Mesh, placements: Mapping[str, Placement], rank: int) -> Shape:
+    ranges, experts = _cut(param, mesh, placements, rank)
+    shape = [len(held) for held in ranges]
+    if experts or len(shape) == 3:
+        shape[0] = len(experts)
+    shape[param.dim] *= len(param.parts)
+    return tuple(shape)
+
+
+def _local_bytes(param: Param, mesh: Mesh, placements: Mapping[str, Placement], rank: int) -> int:
+    return math.prod(_local_shape(param, mesh, placements, rank)) * TORCH_DTYPES[param.dtype].itemsize
+
+
+def _pieces(
+    sources: Sources, param: Param, tensor: Tensor, mesh: Mesh, placements: Mapping[str, Placement], rank: int
+) -> Iterator[tuple[Block, range, range, Tensor]]:
+    """Block, its rows and columns, and where in `tensor` they go, as a matrix; a vector is one column."""
+    ranges, experts = _cut(param, mesh, placements, rank)
+    for part, target in zip(param.parts, tensor.chunk(len(param.parts), param.dim), strict=True):
+        if len(ranges) == 3:
+            for slot, expert in enumerate(experts):
+                yield sources.block(part, expert), ranges[1], ranges[2], target[slot]
+        elif len(ranges) == 2:
+            yield sources.block(part), ranges[0], ranges[1], target
+        else:
+            yield sources.block(part), ranges[0], range(1), target.unsqueeze(-1)
