@@ -1,0 +1,274 @@
+"""The slow reference: a Program evaluated in fp64 with all its ranks in one process.
+
+Every operation is written as its definition says, without regard for speed, and for all ranks at once: the value of a
+node is a list with one tensor a rank. It checks as it goes that a value said to be whole is the same on all ranks and
+that a symbol means one size per rank. Reference for the passes (same logits before and after) and for the kernels.
+
+Legend: T rows, D hidden, E experts, k top-k, M experts held, I inner, H heads, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from moec import ir_eval_local
+from moec.ir import Body, Param, Placed, Program, Replicate, Run, Shard, is_op, op_of, results_of, type_of
+from moec.placement import balanced
+
+Ranks = list[Tensor]
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Rows of one sequence in a step: token ids, the KV slot, and how many tokens the slot holds already."""
+
+    tokens: tuple[int, ...]
+    slot: int
+    cached: int = 0
+
+    @property
+    def positions(self) -> range:
+        return range(self.cached, self.cached + len(self.tokens))
+
+
+@dataclass
+class Reference:
+    """Evaluates `program` on logical parameters `weights` (full name -> whole tensor), keeping KV states."""
+
+    program: Program
+    weights: dict[str, Tensor]
+    states: dict[tuple[int, int, int, str], Tensor] = field(default_factory=dict)
+
+    def step(self, sequences: list[Sequence]) -> Tensor:
+        """Logits [rows, V] of all rows, sequence after sequence (prefill selects every row)."""
+        self.batches = self._deal(sequences)
+        values: dict[str, Ranks] = {}
+        for run in self.program.runs:
+            for layer in run.layers or (None,):
+                values["x"] = self._body(run, layer, values)
+        return self._whole(values["x"])
+
+    # --- inputs and outputs ---
+
+    def _deal(self, sequences: list[Sequence]) -> list[list[Sequence]]:
+        """Sequences of each rank: a balanced run of them per dp index once the inputs are split over dp."""
+        mesh = self.program.mesh
+        if mesh.dp == 1 or not self._is_split():
+            return [sequences] * mesh.size
+        ends = [sum(balanced(len(sequences), mesh.dp)[: i + 1]) for i in range(mesh.dp)]
+        parts = [sequences[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        return [parts[mesh.coordinate(rank, "dp")] for rank in range(mesh.size)]
+
+    def _is_split(self) -> bool:
+        first = next(iter(self.program.bodies["prologue"].graph.nodes))
+        return "type" in first.meta and type_of(first).layout.on("dp") == Shard(0)
+
+    def _input(self, name: str) -> Ranks:
+        rows = [[(t, p) for s in batch for t, p in zip(s.tokens, s.positions, strict=True)] for batch in self.batches]
+        pick: dict[str, Callable[[list[tuple[int, int]]], list[int]]] = {
+            "tokens": lambda r: [t for t, _ in r],
+            "positions": lambda r: [p for _, p in r],
+            "select": lambda r: list(range(len(r))),
+        }
+        return [torch.tensor(pick[name](r), dtype=torch.int64) for r in rows]
+
+    def _whole(self, logits: Ranks) -> Tensor:
+        """One copy of the logits: dp parts joined where the batch is split."""
+        mesh = self.program.mesh
+        if not self._is_split() or mesh.dp == 1:
+            return logits[0]
+        return torch.cat([logits[dp * mesh.tp] for dp in range(mesh.dp)])
+
+    # --- one body ---
+
+    def _body(self, run: Run, layer: int | None, values: dict[str, Ranks]) -> Ranks:
+        body = self.program.bodies[run.body]
+        env: dict[fx.Node, Any] = {}
+        symbols: dict[str, list[int]] = {}
+        for node in body.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = values["x"] if node.target == "x" else self._input(str(node.target))
+            elif node.op == "get_attr":
+                env[node] = [self._param(body.params[str(node.target)], layer, r) for r in self._ranks()]
+            elif node.op == "output":
+                return list(env[node.args[0]])
+            elif is_op(node):
+                results = self._operation(body, layer, node, [env[a] for a in node.args])
+                for value, result in zip(results_of(node), results, strict=True):
+                    env[value] = result
+                    self._check(value, result, symbols)
+        raise AssertionError("a body returns")
+
+    def _ranks(self) -> range:
+        return range(self.program.mesh.size)
+
+    def _param(self, param: Param, layer: int | None, rank: int) -> Tensor:
+        return torch.cat([self._part(param, part, layer, rank) for part in param.parts], dim=param.dim)
+
+    def _part(self, param: Param, part: str, layer: int | None, rank: int) -> Tensor:
+        mesh = self.program.mesh
+        value = self.weights[part if layer is None else f"layers.{layer}.{part}"].double()
+        for axis, place in param.layout.places:
+            index = mesh.coordinate(rank, axis)
+            if isinstance(place, Shard):
+                pieces = mesh.axis_size(axis) // place.copies
+                value = value.chunk(pieces, place.dim)[index // place.copies]
+            elif isinstance(place, Placed):
+                value = value[list(self.program.placements[place.table].slots[index])]
+        return value
+
+    def _operation(self, body: Body, layer: int | None, node: fx.Node, args: list[Any]) -> list[Ranks]:
+        op, attrs = op_of(node), dict(node.kwargs)
+        if op.name in COLLECTIVES:
+            return [COLLECTIVES[op.name](self, args, attrs)]
+        per_rank = []
+        for rank in self._ranks():
+            context = ir_eval_local.Context(self.program, rank, layer, self.batches[rank], self.states)
+            given = [a[rank] for a in args]
+            result = ir_eval_local.LOCAL[op.name](context, *given, **attrs)
+            per_rank.append(result if isinstance(result, tuple) else (result,))
+        return [list(column) for column in zip(*per_rank, strict=True)]
+
+    def _check(self, node: fx.Node, value: Ranks, symbols: dict[str, list[int]]) -> None:
+        """Shapes are as typed, symbols mean one size per rank, whole values are equal along their axis."""
+        if "type" not in node.meta:
+            return
+        type, mesh = type_of(node), self.program.mesh
+        for rank, tensor in enumerate(value):
+            assert len(tensor.shape) == len(type.shape), (node, tensor.shape, type)
+            for dim, size in zip(type.shape, tensor.shape, strict=True):
+                known = dim if isinstance(dim, int) else symbols.setdefault(dim, [-1] * mesh.size)[rank]
+                if known == -1:
+                    symbols[str(dim)][rank] = size
+                else:
+                    assert known == size, f"{node} on rank {rank}: {dim} is {size}, not {known}"
+        for axis, place in type.layout.places:
+            if place == Replicate():
+                for ranks in mesh.groups()[f"{type.layout.view}.{axis}"]:
+                    for rank in ranks[1:]:
+                        assert torch.allclose(value[rank], value[ranks[0]], rtol=1e-12, atol=1e-12), (
+                            f"{node} is said to be whole on {axis}, ranks {ranks[0]} and {rank} differ"
+                        )
+
+
+# --- collectives: a list with one tensor a rank in, another out ---------------------------------------------------
+
+Collective = Callable[[Reference, list[Ranks], dict[str, Any]], Ranks]
+
+
+def _by_group(ref: Reference, group: str, give: Callable[[tuple[int, ...], int], Tensor]) -> Ranks:
+    """For each rank, `give(ranks of its group, its index there)`."""
+    mesh = ref.program.mesh
+    groups = [mesh.group_of(group, rank) for rank in ref._ranks()]
+    return [give(ranks, ranks.index(rank)) for rank, ranks in enumerate(groups)]
+
+
+def _all_reduce(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
+    (x,) = args
+    return _by_group(ref, attrs["group"], lambda ranks, i: torch.stack([x[r] for r in ranks]).sum(0))
+
+
+def _all_gather(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
+    (x,) = args
+    return _by_group(ref, attrs["group"], lambda ranks, i: torch.cat([x[r] for r in ranks], attrs["dim"]))
+
+
+def _all_gather_rows(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
+    x, sizes = args
+
+    def give(ranks: tuple[int, ...], i: int) -> Tensor:
+        assert sizes[ranks[i]].tolist() == [len(x[r]) for r in ranks], "gathered rows and sizes differ"
+        return torch.cat([x[r] for r in ranks])
+
+    return _by_group(ref, attrs["group"], give)
+
+
+def _exchange_sizes(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
+    (x,) = args
+    return _by_group(ref, attrs["group"], lambda ranks, i: torch.tensor([len(x[r]) for r in ranks]))
+
+
+def _reduce_scatter_rows(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
+    x, sizes = args
+    return _by_group(
+        ref,
+        attrs["group"],
+        lambda ranks, i: torch.stack([x[r] for r in ranks]).sum(0).split(sizes[ranks[i]].tolist())[i],
+    )
+
+
+def _exchange_counts(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
+    (counts,) = args
+    held = ref.program.placements[attrs["table"]].counts
+    return _by_group(
+        ref, attrs["group"], lambda ranks, i: torch.stack([counts[r].split(list(held))[i] for r in ranks])
+    )
+
+
+def _all_to_all(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
+    """Piece j of each rank goes to rank j; pieces are sized by this rank's counts per peer."""
+    rows, counts, recv = args
+    held = list(ref.program.placements[attrs["table"]].counts)
+
+    def sizes(rank: int) -> list[int]:
+        there = [int(part.sum()) for part in counts[rank].split(held)]
+        return recv[rank].sum(1).tolist() if attrs["back"] else there
+
+    return _by_group(ref, attrs["group"], lambda ranks, i: torch.cat([rows[r].split(sizes(r))[i] for r in ranks]))
+
+
+def _relayout(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
+    (x,) = args
+    if attrs["how"] == "keep":
+        return x
+    if attrs["how"] == "gather":
+        return _by_group(ref, attrs["group"], lambda ranks, i: torch.cat([x[r] for r in ranks]))
+    if attrs["to"] == "experts":
+        return _by_group(
+            ref, attrs["group"], lambda ranks, i: x[ranks[i]].split(list(balanced(len(x[ranks[i]]), len(ranks))))[i]
+        )
+    return _own_rows(ref, x, attrs)
+
+
+def _own_rows(ref: Reference, x: Ranks, attrs: dict[str, Any]) -> Ranks:
+    """Back from rows that were gathered over etp: each rank keeps those that were its own."""
+
+    def give(ranks: tuple[int, ...], i: int) -> Tensor:
+        sizes = [sum(len(s.tokens) for s in ref.batches[r]) for r in ranks]
+        return x[ranks[i]].split(sizes)[i]
+
+    return _by_group(ref, attrs["group"], give)
+
+
+def _moe(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
+    """The coarse operation: every expert of the ep group applied to the rows its weights choose."""
+    x, ids, weights, *experts = args
+    num_experts = ref.program.experts[attrs["table"]]
+    mesh, out = ref.program.mesh, []
+    for rank in ref._ranks():
+        if len(experts[0][rank]) < num_experts:
+            ranks = mesh.group_of("experts.ep", rank)
+            order = list(ref.program.placements[attrs["table"]].slot_of)
+            whole = [torch.cat([w[r] for r in ranks])[order] for w in experts]
+        else:
+            whole = [w[rank] for w in experts]
+        out.append(ir_eval_local.moe(x[rank], ids[rank], weights[rank], *whole))
+    return out
+
+
+COLLECTIVES: dict[str, Collective] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "all_gather_rows": _all_gather_rows,
+    "exchange_sizes": _exchange_sizes,
+    "reduce_scatter_rows": _reduce_scatter_rows,
+    "exchange_counts": _exchange_counts,
+    "all_to_all.start": _all_to_all,
+    "relayout": _relayout,
+    "moe": _moe,
+}

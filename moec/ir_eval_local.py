@@ -1,0 +1,277 @@
+"""Local operations of the reference evaluator: one rank, fp64, as their definitions say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moec.ir import Program
+
+if TYPE_CHECKING:
+    from moec.ir_eval import Sequence
+
+
+@dataclass(frozen=True)
+class Context:
+    """What an operation may read besides its arguments."""
+
+    program: Program
+    rank: int
+    layer: int | None
+    batch: list[Sequence]
+    states: dict[tuple[int, int, int, str], Tensor]
+
+    def append(self, name: str, slot: int, cached: int, rows: Tensor) -> Tensor:
+        """Write rows behind the `cached` tokens of a slot; the whole sequence so far."""
+        key = (self.rank, int(self.layer or 0), slot, name)
+        before = self.states.get(key, rows[:0])
+        self.states[key] = torch.cat([before[:cached], rows])
+        return self.states[key]
+
+
+def embed(ctx: Context, tokens: Tensor, w: Tensor) -> Tensor:
+    return w[tokens]
+
+
+def take(ctx: Context, x: Tensor, select: Tensor) -> Tensor:
+    return x[select]
+
+
+def rms_norm(ctx: Context, x: Tensor, w: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * w
+
+
+def linear(ctx: Context, x: Tensor, w: Tensor) -> Tensor:
+    return x @ w.T
+
+
+def add(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
+    return a + b
+
+
+def silu_mul(ctx: Context, gate: Tensor, up: Tensor) -> Tensor:
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def gate_up(ctx: Context, x: Tensor, w: Tensor) -> Tensor:
+    gate, up = (x @ w.T).chunk(2, -1)
+    return silu_mul(ctx, gate, up)
+
+
+def split_heads(ctx: Context, x: Tensor, head_dim: int) -> Tensor:
+    return x.reshape(x.shape[0], x.shape[1] // head_dim, head_dim)
+
+
+def merge_heads(ctx: Context, x: Tensor) -> Tensor:
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2])
+
+
+def split(ctx: Context, x: Tensor, sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    return x[..., : sizes[0]], x[..., sizes[0] :]
+
+
+def rope_frequencies(dim: int, theta: float, yarn: tuple[float, ...] | None) -> tuple[Tensor, float]:
+    """Angle per position of each pair [dim/2], and the factor on cos and sin (YaRN, as DeepSeek-V3 uses it)."""
+    plain = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    if yarn is None:
+        return plain, 1.0
+    factor, original, beta_fast, beta_slow, mscale, mscale_all_dim = yarn
+
+    def pair_at(rotations: float) -> float:
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(pair_at(beta_fast)), 0), min(math.ceil(pair_at(beta_slow)), dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+
+    def attention_factor(m: float) -> float:
+        return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if mscale and mscale_all_dim:
+        scale = attention_factor(mscale) / attention_factor(mscale_all_dim)
+    else:
+        scale = attention_factor(1.0)
+    return plain / factor * ramp + plain * (1 - ramp), scale
+
+
+def rope(
+    ctx: Context, x: Tensor, positions: Tensor, theta: float, pairs: str, yarn: tuple[float, ...] | None
+) -> Tensor:
+    frequencies, scale = rope_frequencies(x.shape[-1], theta, yarn)
+    angle = positions.double()[:, None] * frequencies
+    cos, sin = torch.cos(angle) * scale, torch.sin(angle) * scale
+    if x.dim() == 3:
+        cos, sin = cos[:, None], sin[:, None]
+    half = x.shape[-1] // 2
+    a, b = (x[..., :half], x[..., half:]) if pairs == "halves" else (x[..., 0::2], x[..., 1::2])
+    first, second = a * cos - b * sin, b * cos + a * sin
+    if pairs == "halves":
+        return torch.cat([first, second], -1)
+    return torch.stack([first, second], -1).flatten(-2)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, cached: int) -> Tensor:
+    """Causal attention of rows q [n,H,d] at positions cached.. over k, v [m,H,d]."""
+    scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
+    future = torch.arange(k.shape[0])[None] > torch.arange(q.shape[0])[:, None] + cached
+    return torch.einsum("hnm,mhd->nhd", scores.masked_fill(future, -math.inf).softmax(-1), v)
+
+
+def attention(ctx: Context, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    out, start = [], 0
+    for s in ctx.batch:
+        rows = slice(start, start := start + len(s.tokens))
+        keys, values = (ctx.append(name, s.slot, s.cached, t[rows]) for name, t in (("k", k), ("v", v)))
+        repeat = q.shape[1] // k.shape[1]
+        whole = [t.repeat_interleave(repeat, 1) for t in (keys, values)]
+        out.append(_attend(q[rows], *whole, scale, s.cached))
+    return torch.cat([*out, q[:0, :, :0].new_zeros(0, q.shape[1], v.shape[2])])
+
+
+def mla_attention(
+    ctx: Context,
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    kv_b: Tensor,
+    scale: float,
+    value: int,
+    form: str,
+) -> Tensor:
+    """Always expanded: the absorbed form must give the same."""
+    heads, nope = q_nope.shape[1], q_nope.shape[2]
+    out, start = [], 0
+    for s in ctx.batch:
+        rows = slice(start, start := start + len(s.tokens))
+        seen = ctx.append("latent", s.slot, s.cached, latent[rows])
+        roped = ctx.append("rope", s.slot, s.cached, k_rope[rows])
+        wide = (seen @ kv_b.T).reshape(len(seen), heads, nope + value)
+        k = torch.cat([wide[..., :nope], roped[:, None].expand(-1, heads, -1)], -1)
+        q = torch.cat([q_nope[rows], q_rope[rows]], -1)
+        out.append(_attend(q, k, wide[..., nope:], scale, s.cached))
+    return torch.cat([*out, q_nope.new_zeros(0, heads, value)])
+
+
+def route(
+    ctx: Context,
+    logits: Tensor,
+    bias: Tensor | None = None,
+    *,
+    score: str,
+    top: int,
+    groups: int,
+    keep: int,
+    renormalize: bool,
+    scale: float,
+    table: str,
+) -> tuple[Tensor, Tensor]:
+    """Row by row: best groups, then best experts in them, ties to the lowest id; weights from unbiased scores."""
+    scores = torch.sigmoid(logits) if score == "sigmoid" else logits.softmax(-1)
+    ids = torch.zeros(len(logits), top, dtype=torch.int64)
+    for row, plain in enumerate(scores):
+        biased = plain if bias is None else plain + bias
+        per_group = biased.reshape(groups, -1).tolist()
+        num_best = 2 if bias is not None and len(per_group[0]) > 1 else 1
+        worth = [sum(sorted(group, reverse=True)[:num_best]) for group in per_group]
+        kept = sorted(range(groups), key=lambda g: (-worth[g], g))[:keep]
+        eligible = [e for e in range(len(biased)) if e // (len(biased) // groups) in kept]
+        ids[row] = torch.tensor(sorted(eligible, key=lambda e: (-float(biased[e]), e))[:top])
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids, weights * scale
+
+
+def moe(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Sum over the slots of each token, in slot order."""
+    out = torch.zeros_like(x)
+    for row in range(len(x)):
+        for expert, weight in zip(ids[row].tolist(), weights[row], strict=True):
+            a, b = gate[expert] @ x[row], up[expert] @ x[row]
+            out[row] += weight * (down[expert] @ (a / (1 + torch.exp(-a)) * b))
+    return out
+
+
+def dispatch(ctx: Context, x: Tensor, ids: Tensor, table: str, local: bool) -> tuple[Tensor, Tensor, Tensor]:
+    placement = ctx.program.placements[table]
+    slots = [placement.slot_of[e] for e in ids.flatten().tolist()]
+    first, held = 0, placement.num_experts
+    if local:
+        index = ctx.program.mesh.coordinate(ctx.rank, "ep")
+        first, held = sum(placement.counts[:index]), placement.counts[index]
+    pairs = sorted((p for p, s in enumerate(slots) if first <= s < first + held), key=lambda p: (slots[p], p))
+    counts = torch.tensor([slots.count(first + m) for m in range(held)], dtype=torch.int64)
+    order = torch.tensor(pairs, dtype=torch.int64)
+    return x[order // max(1, ids.shape[1])], counts, order
+
+
+def offsets(ctx: Context, counts: Tensor) -> Tensor:
+    return counts.cumsum(0).int()
+
+
+def group_rows(ctx: Context, rows: Tensor, recv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows come rank by rank, expert by expert within; go expert by expert, rank by rank within."""
+    owners = [m for per_rank in recv.tolist() for m, count in enumerate(per_rank) for _ in range(count)]
+    perm = torch.tensor(sorted(range(len(owners)), key=lambda i: (owners[i], i)), dtype=torch.int64)
+    return rows[perm], recv.sum(0).cumsum(0).int(), perm
+
+
+def ungroup_rows(ctx: Context, rows: Tensor, perm: Tensor) -> Tensor:
+    out = torch.empty_like(rows)
+    out[perm] = rows
+    return out
+
+
+def grouped_linear(ctx: Context, rows: Tensor, offsets: Tensor, w: Tensor) -> Tensor:
+    ends = offsets.tolist()
+    parts = [rows[start:end] @ w[m].T for m, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
+    return torch.cat([*parts, rows.new_zeros(0, w.shape[1])])
+
+
+def grouped_gate_up(ctx: Context, rows: Tensor, offsets: Tensor, w: Tensor) -> Tensor:
+    gate, up = grouped_linear(ctx, rows, offsets, w).chunk(2, -1)
+    return silu_mul(ctx, gate, up)
+
+
+def combine(ctx: Context, rows: Tensor, order: Tensor, weights: Tensor, table: str, local: bool) -> Tensor:
+    out = rows.new_zeros(weights.shape[0], rows.shape[1])
+    for pair, row in sorted(zip(order.tolist(), rows, strict=True), key=lambda item: item[0]):
+        out[pair // weights.shape[1]] += weights.flatten()[pair] * row
+    return out
+
+
+def wait(ctx: Context, rows: Tensor) -> Tensor:
+    return rows
+
+
+LOCAL: dict[str, Callable[..., Any]] = {
+    "embed": embed,
+    "take": take,
+    "rms_norm": rms_norm,
+    "linear": linear,
+    "router_logits": linear,
+    "add": add,
+    "add_bias": add,
+    "silu_mul": silu_mul,
+    "gate_up": gate_up,
+    "split_heads": split_heads,
+    "merge_heads": merge_heads,
+    "split": split,
+    "rope": rope,
+    "attention": attention,
+    "mla_attention": mla_attention,
+    "route": route,
+    "dispatch": dispatch,
+    "offsets": offsets,
+    "group_rows": group_rows,
+    "ungroup_rows": ungroup_rows,
+    "grouped_linear": grouped_linear,
+    "grouped_gate_up": grouped_gate_up,
+    "combine": combine,
+    "all_to_all.wait": wait,
+}
