@@ -29,8 +29,13 @@ def phrases(accepts: set[str]) -> list[str]:
     return out + sorted((PATTERNS.get(name) or literal[name] for name in left), key=lambda s: (s[0] == "`", s))
 
 
-def unexpected(source: SourceFile, seen: list[Token], token: Token | None, accepts: set[str]) -> Diagnostic:
-    """The error for `token` (None: the end of the text) after the tokens of `seen`, where `accepts` were possible."""
+def unexpected(
+    source: SourceFile, seen: list[Token], token: Token | None, accepts: set[str], is_assigned: bool = False
+) -> Diagnostic:
+    """The error for `token` (None: the end of the text) after the tokens of `seen`, where `accepts` were possible.
+
+    `is_assigned`: a `=` follows, so that the token is meant as a name and begins no declaration.
+    """
     expected = _join(phrases(accepts))
     opened = _unclosed(source, seen)
     secondary = (Label(opened, "opened here"),) if opened and accepts & {"RBRACE", "RPAR", "RSQB"} else ()
@@ -39,7 +44,7 @@ def unexpected(source: SourceFile, seen: list[Token], token: Token | None, accep
         here = Label(Span(source, end, end), f"expected {expected}")
         return Diagnostic("E0102", "the text ends too early", here, secondary)
     label = Label(span_of(source, token), f"expected {expected}")
-    if is_reserved(token) and "NAME" in accepts and not (secondary and token.type in _DECLARATIONS):
+    if is_reserved(token) and "NAME" in accepts and (is_assigned or not (secondary and token.type in _DECLARATIONS)):
         help = f"choose another name: `{token}_1`, for example" if token.type != "UNIT" else "units are reserved"
         message = f"`{token}` is a reserved word and cannot be a name"
         return Diagnostic("E0104", message, label, help=help)

@@ -64,7 +64,7 @@ def parse(source: SourceFile) -> ast.Program:
             skip = False
             continue
         follower = after[0] if after else None
-        result = _parse_piece(source, piece, follower, "program")
+        result = _parse_piece(source, piece, after or [], "program")
         if isinstance(result, Diagnostic):
             errors.append(result)
             # a reserved word used as a name began a piece of its own: that piece is no declaration
@@ -79,7 +79,7 @@ def parse(source: SourceFile) -> ast.Program:
 def parse_override(source: SourceFile, start: int) -> ast.Override:
     """The tree of a value that begins at offset `start` of the text. Raises CompileError."""
     tokens = [t for t in tokenise(source, start) if t.type not in ("SPACE", "COMMENT")]
-    result = _parse_piece(source, tokens, None, "override")
+    result = _parse_piece(source, tokens, [], "override")
     if isinstance(result, Diagnostic):
         raise CompileError(result)
     assert isinstance(result, ast.Override)
@@ -101,20 +101,20 @@ def _pieces(tokens: list[Token]) -> list[list[Token]]:
     return pieces
 
 
-def _parse_piece(source: SourceFile, tokens: list[Token], follower: Token | None, start: str) -> Any:
-    """The tree of one piece, or what is wrong with it. `follower`: the token after the piece, None at the end."""
-    parser = language().parse_interactive(start=start)
-    seen: list[Token] = []
-    for token in tokens:
+def _parse_piece(source: SourceFile, tokens: list[Token], after: list[Token], start: str) -> Any:
+    """The tree of one piece, or what is wrong with it. `after`: the tokens of the next piece."""
+    parser: Any = language().parse_interactive(start=start)  # lark leaves some of its methods untyped
+    for i, token in enumerate(tokens):
         try:
             parser.feed_token(token)
         except UnexpectedToken:
-            return unexpected(source, seen, token, parser.accepts())
-        seen.append(token)
+            is_assigned = i + 1 < len(tokens) and tokens[i + 1].type == "EQUAL"
+            return unexpected(source, tokens[:i], token, parser.accepts(), is_assigned)
     try:
-        tree = parser.feed_eof(seen[-1] if seen else None)
+        tree = parser.feed_eof(tokens[-1] if tokens else None)
     except UnexpectedToken:
-        return unexpected(source, seen, follower, parser.accepts())
+        is_assigned = len(after) > 1 and after[1].type == "EQUAL"
+        return unexpected(source, tokens, after[0] if after else None, parser.accepts(), is_assigned)
     return _Builder(source).transform(tree)
 
 
@@ -134,7 +134,7 @@ class _Builder(Transformer_NonRecursive[Token, Any]):
         super().__init__()
         self.source = source
 
-    def __default__(self, data: str, children: list[Any], meta: Meta) -> ast.Node:
+    def __default__(self, data: str, children: list[Any], meta: Meta) -> Any:
         cls = node_classes()[str(data)]
         values = [str(child) if isinstance(child, Token) else child for child in children]
         own = [f for f in fields(cls) if f.name != "span"]

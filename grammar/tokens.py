@@ -99,7 +99,7 @@ def _lex(source: SourceFile, start: int, errors: list[Diagnostic]) -> Iterator[T
                 yield token
             return
         except UnexpectedCharacters as error:
-            position = base + error.pos_in_stream
+            position = base + (error.pos_in_stream or 0)
             errors.append(_bad_character(source, position))
             position = errors[-1].primary.span.end if errors[-1].primary else position + 1
 
@@ -120,7 +120,7 @@ def _limits(source: SourceFile, tokens: list[Token]) -> Iterator[Diagnostic]:
     for i, token in enumerate(tokens):
         signs = signs + 1 if token == "-" else signs if token.type == "SPACE" else 0
         depth += (token in OPEN) - (token in CLOSE)
-        if token in OPEN and depth == MAX_NESTING + 1 or token == "-" and signs == MAX_NESTING + 1:
+        if (token in OPEN and depth == MAX_NESTING + 1) or (token == "-" and signs == MAX_NESTING + 1):
             message = f"nested deeper than {MAX_NESTING} levels"
             yield Diagnostic("E0106", message, Label(span_of(source, token)), help="name a part with `const`")
         if token.type == "NAME" and len(token) > MAX_NAME:

@@ -25,10 +25,7 @@ def _gqa(node: ast.Attention, call: ast.Call, values: Values, hidden: int | None
     fields = arguments(values, call, ("heads", "kv_heads", "head_dim", "bias", "out_bias", "qk_norm"))
     heads = fields.whole("heads")
     kv_heads = fields.whole("kv_heads") if fields.has("kv_heads") else heads
-    if fields.has("head_dim"):
-        head_dim = fields.whole("head_dim")
-    else:
-        head_dim = _default_head_dim(fields, heads, hidden)
+    head_dim = fields.whole("head_dim") if fields.has("head_dim") else _default_head_dim(fields, heads, hidden)
     bias, out_bias, qk_norm = (fields.flag(key, False) for key in ("bias", "out_bias", "qk_norm"))
     if heads and kv_heads and heads % kv_heads:
         also = [Label(fields.at("heads"), f"{heads} query heads")]

@@ -62,11 +62,11 @@ def check_mesh(node: ast.Mesh, values: Values, clusters: Mapping[str, Cluster | 
     fields = Fields(values, f"mesh `{node.name.id}`", node.name.span, given, ("placement",), UNBUILT)
     placement = fields.choice("placement", ("linear", "round_robin"), "linear")
     axes = _axes(node, values)
-    cluster, is_broken = _cluster(node, values, clusters)
+    cluster = _cluster(node, values, clusters)
     if axes is None or placement is None:
         return None
     degrees = _fill(axes)
-    if not _agree(node, degrees, values) or is_broken:
+    if not _agree(node, degrees, values) or cluster is None:
         return None
     world = degrees["dp"] * degrees["tp"]
     cluster = _sized(node, cluster, world, values)
@@ -173,26 +173,26 @@ def _agree(node: ast.Mesh, degrees: dict[str, int], values: Values) -> bool:
     return True
 
 
-def _cluster(node: ast.Mesh, values: Values, clusters: Mapping[str, Cluster | None]) -> tuple[Cluster | None, bool]:
-    """The cluster with its number of nodes, and whether it is broken. No cluster named: localhost."""
+def _cluster(node: ast.Mesh, values: Values, clusters: Mapping[str, Cluster | None]) -> Cluster | None:
+    """The cluster with its number of nodes, or None after an error. No cluster named: localhost."""
     where = node.location
     if where is None:
-        return replace(clusters["localhost"], device=Device()) if clusters.get("localhost") else None, False
+        here = clusters.get("localhost")
+        return None if here is None else replace(here, device=Device())
     nodes = 1 if where.nodes is None else whole(values, where.nodes, "the number of nodes", high=MAX_RANKS)
     name = where.cluster.id
     if name not in clusters:
         help = did_you_mean(name, clusters) or f"add `use cluster {name}`, or declare it"
         values.problems.add("E0201", f"unknown cluster `{name}`", where.cluster.span, help=help)
-        return None, True
+        return None
     cluster = clusters[name]
     if cluster is None or nodes is None:
-        return None, True
-    return replace(cluster, num_nodes=nodes), False
+        return None
+    return replace(cluster, num_nodes=nodes)
 
 
-def _sized(node: ast.Mesh, cluster: Cluster | None, world: int, values: Values) -> Cluster | None:
+def _sized(node: ast.Mesh, cluster: Cluster, world: int, values: Values) -> Cluster | None:
     """The cluster, which must have exactly `world` devices; one of open size takes as many as needed."""
-    cluster = cluster or Cluster("localhost", 1, 0)
     if cluster.devices_per_node == 0 and world % cluster.num_nodes == 0:
         return replace(cluster, devices_per_node=world // cluster.num_nodes)
     if cluster.num_devices == world:

@@ -157,9 +157,7 @@ def _part(node: ast.Expression, kind: type[Part], values: Values, parts: _Parts)
     wanted = KINDS[kind]
     of_kind = [name for name, part in parts.declared.items() if isinstance(part, kind)]
     if not isinstance(node, ast.Name):
-        values.problems.add(
-            "E0216", f"{wanted} is given by name here", node.span, help="declare it and write its name"
-        )
+        values.problems.add("E0216", f"{wanted} is given by name here", node.span, help="declare it and write its name")
         return None
     part = parts.declared.get(node.id)
     if part is None:

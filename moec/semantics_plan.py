@@ -100,8 +100,6 @@ def _join(model: Model, mesh: MeshSpec, run: Span, values: Values) -> None:
         if isinstance(ffn, Moe):
             what = f"the inner size {ffn.routed.inner} of `{ffn.routed.name}`"
             _divide("E0307", what, ffn.routed.inner, "etp", mesh, ffn.routed.span, run, values)
-        else:
-            _divide("E0307", f"the inner size {ffn.inner}", ffn.inner, "tp", mesh, ffn.span, run, values)
 
 
 def _divide(
@@ -110,11 +108,7 @@ def _divide(
     degree = getattr(mesh, axis)
     if size % degree:
         also = [Label(declared, "declared here")]
-        message = (
-            f"{what} do not split over {axis}({degree})"
-            if "heads" in what
-            else f"{what} does not split over {axis}({degree})"
-        )
+        message = f"{what} cannot be split over {axis}({degree})"
         values.problems.add(code, message, run, help=f"{axis} can be {_degrees(size)}", also=also)
 
 

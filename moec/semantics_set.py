@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any
 
 from moec.diagnostics import CompileError, SourceFile, Span, did_you_mean
 from moec.grammar import ast
@@ -26,8 +26,6 @@ KINDS: dict[str, type[ast.Node]] = {
 #: Settings of a phase that may be given for both at once.
 BOTH_PHASES = ("exchange", "overlap", "capacity")
 PHASES = ("prefill", "decode")
-Block = ast.Cluster | ast.Model | ast.Mesh | ast.Plan | ast.Router | ast.Phase
-B = TypeVar("B", ast.Cluster, ast.Model, ast.Mesh, ast.Plan, ast.Router, ast.Phase)
 Target = ast.Constant | ast.Cluster | ast.Model | ast.Mesh | ast.Plan
 TARGETS = (ast.Constant, ast.Cluster, ast.Model, ast.Mesh, ast.Plan)
 
@@ -82,8 +80,8 @@ class _Override:
             self._refuse(f"constant `{node.name.id}` has no parts", 0, "write it like `--set const.n=4`")
         return replace(node, value=self.value.value)
 
-    def _change(self, block: B, depth: int) -> B:
-        """The block with the setting that the path names from `depth` on."""
+    def _change(self, block: Any, depth: int) -> Any:
+        """The block (any node with `items`) with the setting that the path names from `depth` on."""
         key, rest = self.path[depth], self.path[depth + 1 :]
         if rest:
             return self._change_inner(block, depth)
@@ -97,7 +95,7 @@ class _Override:
         items = tuple(new if item is old else item for item in block.items)
         return replace(block, items=items if old is not None else (*items, new))
 
-    def _item(self, block: Block, name: ast.Name, old: ast.Node | None) -> ast.Node:
+    def _item(self, block: ast.Node, name: ast.Name, old: ast.Node | None) -> ast.Node:
         """What stands for `name` from now on."""
         value, keep, span = self.value.value, self.value.keep, Span(self.source, 0, len(self.source.text))
         if isinstance(old, (ast.Attention, ast.ExpertGroup)):
@@ -110,7 +108,7 @@ class _Override:
             return ast.Grouping(name, value, keep, span=span)
         return ast.Setting(name, value, span=span)
 
-    def _change_inner(self, block: B, depth: int) -> B:
+    def _change_inner(self, block: Any, depth: int) -> Any:
         """A setting of a block inside this one: a phase of a plan, a router of a model."""
         key = self.path[depth]
         inner = [i for i in block.items if isinstance(i, (ast.Router, ast.Phase))]
@@ -127,7 +125,7 @@ class _Override:
         )
         return replace(block, items=tuple(items))
 
-    def _with_phase(self, plan: B, kind: str, key: str) -> B:
+    def _with_phase(self, plan: ast.Plan, kind: str, key: str) -> ast.Plan:
         """The plan with a setting of one phase, which is added where the plan leaves it out."""
         depth = len(self.path) - 1
         old = next((i for i in plan.items if isinstance(i, ast.Phase) and i.kind == kind), None)

@@ -5,9 +5,9 @@ A value that cannot be had is reported once and is None from there on: whoever r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import add, mul, sub, truediv
+from operator import add, floordiv, mul, sub, truediv
 
 from moec.diagnostics import Diagnostic, Label, Span, did_you_mean
 from moec.grammar import ast
@@ -183,9 +183,11 @@ def _dimension(operator: str, a: Value, b: Value) -> str | None:
 
 
 def _compute(operator: str, x: int | float, y: int | float) -> int | float:
+    is_exact = isinstance(x, int) and isinstance(y, int) and operator == "/" and x % y == 0
+    compute: Callable[[float, float], float] = {"+": add, "-": sub, "*": mul, "/": floordiv if is_exact else truediv}[
+        operator
+    ]
     try:
-        if operator == "/" and isinstance(x, int) and isinstance(y, int) and x % y == 0:
-            return x // y
-        return {"+": add, "-": sub, "*": mul, "/": truediv}[operator](x, y)
+        return compute(x, y)
     except OverflowError:
         return LIMIT

@@ -1,0 +1,237 @@
+"""`moec fmt`: the one layout of a .moe text.
+
+It works on tokens, so comments stay where they are and the tree cannot change. What it decides: indentation, spaces,
+at most one blank line, aligned `=`, `{` and comments of neighbours. What it leaves to the writer: which settings share
+a line, and whether a bracket is written over several lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, groupby, pairwise
+
+from lark import Token
+
+from moec.diagnostics import SourceFile
+from moec.grammar.parser import DECLARATION_WORDS, parse
+from moec.grammar.tokens import tokenise
+
+INDENT = "  "
+RANGE = ".."
+OPENING = frozenset({"LBRACE", "LPAR", "LSQB"})
+CLOSING = frozenset({"RBRACE", "RPAR", "RSQB"})
+#: Words that begin an item of a block.
+ITEM_WORDS = frozenset({"ATTENTION", "EXPERTS", "ROUTER", "LAYERS", "RUN", "PREFILL", "DECODE"})
+#: Items whose one-line blocks are aligned.
+BLOCK_WORDS = frozenset({"LAYERS", "PREFILL", "DECODE"})
+#: Tokens that end a value; a minus after anything else is a sign.
+VALUE_ENDS = frozenset({"NAME", "NUMBER", "UNIT", "STRING", "TRUE", "FALSE", "RPAR"})
+
+
+def format_text(text: str, name: str = "<text>") -> str:
+    """The text in its one layout; formatting that again changes nothing. Raises CompileError (E01)."""
+    source = SourceFile(name, text)
+    parse(source)
+    lines = list(_Layout(tokenise(source)).lines())
+    return "".join(f"{line.whole()}\n" for line in _aligned(lines))
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One line of output. Neighbours of the same `kind` are aligned at `anchor`, an offset in `text`."""
+
+    indent: int = 0
+    text: str = ""
+    comment: str = ""
+    is_after_blank: bool = False
+    kind: str = ""
+    anchor: int = 0
+    comment_gap: int = 2
+
+    def whole(self) -> str:
+        gap = " " * self.comment_gap if self.text and self.comment else ""
+        blank = "\n" if self.is_after_blank else ""
+        return blank + INDENT * self.indent + self.text + gap + self.comment
+
+
+@dataclass
+class _Bracket:
+    """An open bracket: over several lines or not, and whether it is the body of `layers`."""
+
+    is_round: bool
+    is_broken: bool
+    is_layers: bool
+
+
+@dataclass
+class _Layout:
+    """Cuts tokens into lines."""
+
+    raw: list[Token]
+    tokens: list[Token] = field(default_factory=list)
+    newlines: list[int] = field(default_factory=list)  # before each token
+    broken: set[int] = field(default_factory=set)  # opening tokens of brackets over several lines
+    stack: list[_Bracket] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        waiting = 0
+        for token in self.raw:
+            if token.type == "SPACE":
+                waiting += token.count("\n")
+            else:
+                self.tokens.append(token)
+                self.newlines.append(waiting)
+                waiting = 0
+        opened: list[int] = []
+        lines = [sum(self.newlines[:1])]
+        for count in self.newlines[1:]:
+            lines.append(lines[-1] + count)
+        for i, token in enumerate(self.tokens):
+            if token.type in OPENING:
+                opened.append(i)
+            elif token.type in CLOSING and lines[opened[-1]] != lines[i]:
+                self.broken.add(opened.pop())
+            elif token.type in CLOSING:
+                opened.pop()
+
+    def lines(self) -> Iterator[_Line]:
+        """Lines in order, not yet aligned."""
+        line, base, starts, word = _Line(), 0, 0, ""
+        for i, token in enumerate(self.tokens):
+            is_start = self._is_start(i)
+            if i and self._is_break(i, is_start):
+                yield line
+                line = _Line(is_after_blank=self._is_blank(i))
+                starts = 0
+            if not line.text and not line.comment:
+                line = replace(line, indent=self._indent(token, is_start))
+                base, word = len(self.stack), token.type
+            starts += is_start and len(self.stack) == base
+            if token.type == "COMMENT":
+                line = replace(line, comment=token.rstrip())
+            else:
+                gap = self._gap(i, is_start) if line.text else ""
+                anchor = len(line.text + gap)
+                line = replace(line, text=line.text + gap + token)
+                kind = self._kind(i, word, starts, base, line.kind)
+                line = replace(line, kind=kind, anchor=anchor if kind and not line.kind else line.anchor)
+            self._track(i, word)
+        if line.text or line.comment:
+            yield line
+
+    def _is_start(self, i: int) -> bool:
+        """Whether token i begins a declaration, a setting or another item of a block."""
+        token, before = self.tokens[i], self._before(i)
+        if not self.stack:
+            return token.type in DECLARATION_WORDS and before != "USE"
+        if self.stack[-1].is_round:
+            return False
+        if self.stack[-1].is_layers:
+            return token.type == "NAME"
+        is_setting = token.type == "NAME" and self._after(i) == "EQUAL" and before not in ("ATTENTION", "EXPERTS")
+        return is_setting or token.type in ITEM_WORDS
+
+    def _neighbour(self, i: int, step: int) -> str:
+        i += step
+        while 0 <= i < len(self.tokens) and self.tokens[i].type == "COMMENT":
+            i += step
+        return self.tokens[i].type if 0 <= i < len(self.tokens) else ""
+
+    def _before(self, i: int) -> str:
+        return self._neighbour(i, -1)
+
+    def _after(self, i: int) -> str:
+        return self._neighbour(i, 1)
+
+    def _is_break(self, i: int, is_start: bool) -> bool:
+        """Whether a new line begins before token i."""
+        token, previous, has_newline = self.tokens[i], self.tokens[i - 1], self.newlines[i] > 0
+        if previous.type == "COMMENT":
+            return True
+        if token.type == "COMMENT":
+            return has_newline
+        if previous.type in OPENING:
+            return i - 1 in self.broken
+        if token.type in CLOSING:
+            return self.stack[-1].is_broken
+        if is_start:
+            return has_newline or not self.stack
+        return has_newline and previous.type == "COMMA" and self.stack[-1].is_round and self.stack[-1].is_broken
+
+    def _is_blank(self, i: int) -> bool:
+        """Whether a blank line stays before token i: never at the edges of a bracket."""
+        previous = self.tokens[i - 1]
+        return self.newlines[i] > 1 and previous.type not in OPENING and self.tokens[i].type not in CLOSING
+
+    def _indent(self, token: Token, is_start: bool) -> int:
+        depth = sum(bracket.is_broken for bracket in self.stack)
+        if token.type in CLOSING:
+            return depth - self.stack[-1].is_broken
+        in_list = bool(self.stack) and self.stack[-1].is_round and self.stack[-1].is_broken
+        return depth + (0 if is_start or in_list or token.type == "COMMENT" else 1)
+
+    def _gap(self, i: int, is_start: bool) -> str:
+        """The space between token i and the one before it on the same line."""
+        token, previous = self.tokens[i], self.tokens[i - 1]
+        if is_start and previous.type != "LBRACE":
+            return "  "
+        if previous.type in ("LPAR", "LSQB") or token.type in ("RPAR", "RSQB", "COMMA") or RANGE in (token, previous):
+            return ""
+        if token.type in ("LPAR", "LSQB") and previous.type == "NAME":
+            return ""
+        if previous.type == "MINUS" and (i < 2 or self._before(i - 1) not in VALUE_ENDS):
+            return ""
+        return "" if previous.type == "LBRACE" and token.type == "RBRACE" else " "
+
+    def _kind(self, i: int, word: str, starts: int, base: int, kind: str) -> str:
+        """What a line is aligned by, as known at token i: a setting's `=`, a one-line block's `{`."""
+        token = self.tokens[i]
+        if starts > 1 or len(self.stack) > base:
+            return kind if starts <= 1 else ""
+        if token.type == "EQUAL" and starts == 1 and self._before(i) in (word, "NAME") and not kind:
+            is_named = word in ("ATTENTION", "EXPERTS") and self._before(i) == "NAME"
+            return "" if is_named else "setting"
+        is_block = token.type == "LBRACE" and word in BLOCK_WORDS and i not in self.broken
+        return f"block {base}" if is_block and not kind else kind
+
+    def _track(self, i: int, word: str) -> None:
+        """Keep the stack of open brackets."""
+        token = self.tokens[i]
+        if token.type in OPENING:
+            self.stack.append(_Bracket(token.type != "LBRACE", i in self.broken, self._is_layers_body(i)))
+        elif token.type in CLOSING:
+            self.stack.pop()
+
+    def _is_layers_body(self, i: int) -> bool:
+        """Whether the brace at i opens the body of `layers`: the last word that can have a brace is `layers`."""
+        if self.tokens[i].type != "LBRACE":
+            return False
+        for token in reversed(self.tokens[:i]):
+            if token.type in ITEM_WORDS or token.type in DECLARATION_WORDS or token.type in ("LBRACE", "RBRACE"):
+                return token.type == "LAYERS"
+        return False
+
+
+def _aligned(lines: Sequence[_Line]) -> list[_Line]:
+    """Neighbours of one kind get their anchors, then their comments, into one column."""
+    out: list[_Line] = []
+    numbers = [0]  # of the group each line is in
+    if not lines:
+        return out
+    for before, line in pairwise(lines):
+        same = (before.kind, before.indent) == (line.kind, line.indent) and line.kind and not line.is_after_blank
+        numbers.append(numbers[-1] + (not same))
+    for _, group in groupby(zip(numbers, lines, strict=True), key=lambda pair: pair[0]):
+        neighbours = [line for _, line in group]
+        column = max(line.anchor for line in neighbours)
+        padded = [_pad(line, column) for line in neighbours]
+        width = max((len(line.text) for line in padded if line.comment), default=0)
+        out += [replace(line, comment_gap=width - len(line.text) + 2) for line in padded]
+    return out
+
+
+def _pad(line: _Line, column: int) -> _Line:
+    if not line.kind:
+        return line
+    return replace(line, text=line.text[: line.anchor] + " " * (column - line.anchor) + line.text[line.anchor :])
