@@ -6,7 +6,7 @@
    with `preadv` (a memory map would cost several times the memory, and a shard truncated meanwhile would kill the
    process), converts bf16, fp16 and fp32 to the parameter's dtype, and refuses values that are not finite.
 
-Memory beyond the weights themselves: one bounce buffer (`weights_reader.BOUNCE_BYTES`), or one row where a row is longer.
+Memory beyond the weights: one bounce buffer (`weights_reader.BOUNCE_BYTES`), or one row where a row is longer.
 """
 
 from __future__ import annotations
