@@ -73,7 +73,8 @@ def compile_kernel(source: str, name: str, arguments: Signature, target_name: st
     except MoecError:
         raise
     except Exception as error:  # Triton's errors have no common class
-        reason = printable(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = printable(lines[-1])  # the first ones say where, the last one what
         raise fail("E0524", f"kernel `{values.name}` does not compile for {target.name}: {reason}", BUG) from error
     binary = compiled.asm["hsaco" if target.backend == "hip" else "cubin"]
     assembly = compiled.asm["amdgcn" if target.backend == "hip" else "ptx"]
