@@ -1,0 +1,76 @@
+"""What a kernel may read beside its arguments: the step, the mesh, this rank's place in it, and its KV memory."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moec.mesh import Mesh
+from moec.placement import Placement
+from moec.runtime.groups import Group
+from moec.runtime.launch_status import Status
+from moec.runtime.step import Step
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """The context of one step, or (after `at`) of one layer in it.
+
+    `states`: layer -> name -> KV memory [slots, context, ...]. `step_memo` and `memo` keep what kernels derive from the
+    step alone and from the program alone, so that the layers share it.
+    """
+
+    step: Step
+    mesh: Mesh
+    rank: int
+    placements: Mapping[str, Placement]
+    groups: Mapping[str, Group]
+    states: Mapping[int, Mapping[str, Tensor]]
+    status: Status
+    memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    step_memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    layer: int | None = None
+
+    def at(self, layer: int) -> Context:
+        """The context of one layer; a rank that dies from here on says so by that layer."""
+        self.status.layer = layer
+        return replace(self, layer=layer)
+
+    @property
+    def kv(self) -> Mapping[str, Tensor]:
+        """KV memory of this layer by state name."""
+        assert self.layer is not None, "the prologue and the epilogue have no KV memory"
+        return self.states[self.layer]
+
+    @property
+    def tokens(self) -> Tensor:
+        """i64[T]: token ids of this rank's rows."""
+        return self.step.tokens
+
+    @property
+    def positions(self) -> Tensor:
+        """i64[T]: place of each row in its sequence."""
+        return self.step.positions
+
+    @property
+    def select(self) -> Tensor:
+        """i64[L]: rows whose logits are wanted."""
+        return self.step.select
+
+    def slot_of(self, table: str, device: torch.device) -> Tensor:
+        """i64[E]: slot number (rank by rank of the ep group) of each expert under a placement table."""
+        key = ("slot_of", table, device)
+        if key not in self.memo:
+            self.memo[key] = torch.tensor(self.placements[table].slot_of, dtype=torch.int64, device=device)
+        found: Tensor = self.memo[key]
+        return found
+
+    def held(self, table: str) -> range:
+        """Slot numbers that this rank holds under a placement table."""
+        counts = self.placements[table].counts
+        index = self.mesh.coordinate(self.rank, "ep")
+        return range(sum(counts[:index]), sum(counts[: index + 1]))

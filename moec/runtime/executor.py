@@ -1,0 +1,123 @@
+"""Runs a Program on one rank: renders its phase module, loads it from the text, and calls it once a step."""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moec.codegen.phase import render_phase
+from moec.diagnostics import fail
+from moec.ir import Param, Placed, Program
+from moec.runtime.context import Context
+from moec.runtime.groups import Group
+from moec.runtime.kernels import kernels_for
+from moec.runtime.launch_status import Status
+from moec.runtime.step import Step
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """This rank's parameters, as a phase module asks for them."""
+
+    tensors: Mapping[tuple[str, int | None], Mapping[str, Tensor]]
+
+    def of(self, body: str, layer: int | None = None) -> Mapping[str, Tensor]:
+        """Parameters of a body by name, of one layer where the body is run for layers."""
+        return self.tensors[body, layer]
+
+
+class Executor:
+    """One phase of one model on one rank.
+
+    Raises `MoecError` where the program cannot be rendered (E0505), wants a kernel that is not there (E0509) or is
+    given weights other than it declares (E0510).
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        tensors: Mapping[str, Tensor],
+        kv: Mapping[int, Mapping[str, Tensor]],
+        *,
+        rank: int = 0,
+        groups: Mapping[str, Group] | None = None,
+        status: Status | None = None,
+    ) -> None:
+        """`tensors`: this rank's parts by full name (`layers.3.attention.q`), as `weights.load_rank` gives them.
+
+        `kv`: layer -> state name -> memory [slots, context, ...], which steps append to.
+        """
+        self.program = program
+        self.source = render_phase(program)
+        self._forward = load_phase(self.source, program.phase)
+        self._kernels = kernels_for(program)
+        self._weights = collect_weights(program, tensors, rank)
+        self._kv, self._groups, self._rank = kv, groups or {}, rank
+        self._status = status or Status(rank)
+        self._memo: dict[object, object] = {}
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> Tensor:
+        """Logits fp32 [L, V] of the rows the step selects. Every rank of the mesh must run its own step."""
+        context = Context(
+            step=step,
+            mesh=self.program.mesh,
+            rank=self._rank,
+            placements=self.program.placements,
+            groups=self._groups,
+            states=self._kv,
+            status=self._status,
+            memo=self._memo,
+        )
+        return self._forward(self._kernels, self._weights, context).float()
+
+
+def load_phase(source: str, phase: str) -> Callable[..., Tensor]:
+    """The `forward` of a rendered module. Its text is known to tracebacks and debuggers under a name of its own."""
+    path = f"<moec {phase} {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
+    linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
+    namespace: dict[str, Callable[..., Tensor]] = {}
+    # The only exec in moec. Its text comes from `render_phase`, just now and in this process: a shipped template filled
+    # with numbers and checked identifiers, then parsed and held to a list of allowed imports and names.
+    exec(compile(source, path, "exec"), namespace)  # noqa: S102
+    return namespace["forward"]
+
+
+def collect_weights(program: Program, tensors: Mapping[str, Tensor], rank: int) -> Weights:
+    """The parameters of every body and layer. Raises E0510 for one that is absent or of another shape or dtype."""
+    found: dict[tuple[str, int | None], Mapping[str, Tensor]] = {}
+    for run in program.runs:
+        for layer in run.layers or (None,):
+            prefix = "" if layer is None else f"layers.{layer}."
+            params = program.bodies[run.body].params
+            for name, param in params.items():
+                _check_fit(prefix + name, tensors, local_shape(program, param, rank), param.dtype, rank)
+            found[run.body, layer] = {name: tensors[prefix + name] for name in params}
+    return Weights(found)
+
+
+def local_shape(program: Program, param: Param, rank: int) -> tuple[int, ...]:
+    """Shape of this rank's part of a parameter, with the number of experts that this rank holds."""
+    shape, place = param.local_shape(program.mesh, program.placements), param.layout.on("ep")
+    held = program.placements[place.table].counts if isinstance(place, Placed) else ()
+    return tuple(dim if isinstance(dim, int) else held[program.mesh.coordinate(rank, "ep")] for dim in shape)
+
+
+def _check_fit(name: str, tensors: Mapping[str, Tensor], shape: tuple[int, ...], dtype: str, rank: int) -> None:
+    if name not in tensors:
+        raise _misfit(f"`{name}` was not loaded on rank {rank}")
+    found = tensors[name]
+    if tuple(found.shape) != shape or found.dtype != DTYPES[dtype]:
+        given = f"{list(found.shape)} {str(found.dtype).removeprefix('torch.')}"
+        raise _misfit(f"`{name}` on rank {rank} is {given}, the program declares {list(shape)} {dtype}")
+
+
+def _misfit(message: str) -> Exception:
+    return fail("E0510", message, "this is a bug in moec: please report it with the program")

@@ -1,0 +1,60 @@
+"""The kernel table: which function runs an operation, under which of the kernel's names.
+
+`k.linear(...)` in a rendered phase module is the torch kernel, `k.triton.grouped_gate_up(...)` the Triton one. To add a
+kernel, write the function `kernel(ctx, *tensors, **attributes)`, list it here, and name it in the operation's entry
+in `moec.ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from moec.diagnostics import fail
+from moec.ir import Program, op_of
+from moec.runtime import (
+    collectives,
+    kernels_torch,
+    kernels_torch_attention,
+    kernels_torch_moe,
+    kernels_torch_rope,
+    kernels_triton,
+)
+
+Kernel = Callable[..., Any]
+
+
+def _named(module: ModuleType, *names: str) -> dict[str, Kernel]:
+    return {name: getattr(module, name) for name in names}
+
+
+#: Kernel name -> operation (dots as underscores) -> function.
+KERNELS: dict[str, dict[str, Kernel]] = {
+    "torch": {
+        **_named(kernels_torch, "embed", "take", "rms_norm", "linear", "add_bias", "add", "silu_mul", "gate_up"),
+        **_named(kernels_torch, "split_heads", "merge_heads", "split"),
+        **_named(kernels_torch_rope, "rope"),
+        **_named(kernels_torch_attention, "attention", "mla_attention"),
+        **_named(kernels_torch_moe, "router_logits", "route", "dispatch", "offsets", "group_rows", "ungroup_rows"),
+        **_named(kernels_torch_moe, "grouped_linear", "grouped_gate_up", "combine"),
+        **_named(collectives, "exchange_counts", "all_to_all_start", "all_to_all_wait", "exchange_sizes"),
+        **_named(collectives, "all_gather_rows", "reduce_scatter_rows", "all_reduce", "all_gather", "relayout"),
+    },
+    "triton": _named(kernels_triton, "grouped_gate_up"),
+}
+
+
+def kernels_for(program: Program) -> SimpleNamespace:
+    """The object a phase module calls its kernels on. Raises E0509 for an operation that no kernel serves."""
+    for _, node in program.nodes():
+        op, kernel = op_of(node), node.meta.get("kernel", "torch")
+        if op.__name__ not in KERNELS.get(kernel, {}):
+            known = [name for name, table in KERNELS.items() if op.__name__ in table]
+            raise fail(
+                "E0509",
+                f"there is no {kernel} kernel for `{op.name}`",
+                f"it has kernels in: {', '.join(known)}" if known else "a pass must lower it first: run all passes",
+            )
+    others = {name: SimpleNamespace(**table) for name, table in KERNELS.items() if name != "torch"}
+    return SimpleNamespace(**KERNELS["torch"], **others)
