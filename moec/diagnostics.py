@@ -15,6 +15,7 @@ EXIT_BY_CLASS = {"E01": 1, "E02": 1, "E03": 1, "E04": 1, "E05": 1, "E06": 4, "E0
 EXIT_USAGE, EXIT_PEER, EXIT_NUMERIC, EXIT_BUG = 2, 5, 6, 70
 #: Exit codes a diagnostic has whatever its class says: a dead peer, a wrong world size, a numeric fault, a bug.
 EXIT_BY_CODE: dict[str, int] = {
+    "E0401": 3, "E0402": 2, "E0403": 70, "E0404": 70, "E0680": 2,
     "E0502": 70, "E0503": 70, "E0504": 70, "E0520": 4, "E0524": 70, "E0525": 70,
     "E0601": 5, "E0602": 5, "E0603": 5, "E0607": 5,
     "E0608": 2, "E0610": 70, "E0611": 2, "E0612": 6, "E0613": 3, "E0614": 2, "E0615": 3, "E0616": 6, "E0617": 3, "E0699": 70,
@@ -36,8 +37,8 @@ class SourceFile:
 
     def line(self, number: int) -> str:
         """The text of line `number` (from 1), without its line end."""
-        lines = self.text.splitlines()
-        return lines[number - 1] if 0 < number <= len(lines) else ""
+        lines = self.text.split("\n")  # as `position` counts them: splitlines() knows more line ends
+        return lines[number - 1].removesuffix("\r") if 0 < number <= len(lines) else ""
 
 
 @dataclass(frozen=True)
@@ -152,13 +153,14 @@ def _render_labels(primary: Label, secondary: Sequence[Label]) -> list[str]:
         shown = 0
         for label, mark in here:
             number, column = source.position(label.span.start)
-            text = printable(source.line(number).replace("\t", " "))
+            line = source.line(number).replace("\t", " ")
+            before, text = printable(line[: column - 1]), printable(line)
             if number != shown:
                 if shown and number > shown + 1:
                     out.append("...")
                 out.append(f"{number:>{gutter}} | {text}".rstrip())
                 shown = number
-            width = max(1, min(label.span.end - label.span.start, len(text) - column + 1))
+            marked = printable(line[column - 1 : column - 1 + label.span.end - label.span.start])
             note = f" {printable(label.text)}" if label.text else ""
-            out.append(f"{' ' * gutter} | {' ' * (column - 1)}{mark * width}{note}")
+            out.append(f"{' ' * gutter} | {' ' * len(before)}{mark * max(1, len(marked))}{note}".rstrip())
     return out

@@ -6,6 +6,8 @@ What the model computes is written here once, in the operations of `moec.ops`; t
 from __future__ import annotations
 
 import math
+import os
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -20,12 +22,15 @@ LATENT_EPS = 1e-6
 
 
 def lower(plan: Plan, phase: Phase, source: str) -> Program:
-    """The Program of one phase. `source`: name of the main `.moe` file, which locations leave out."""
+    """The Program of one phase. `source`: the main `.moe` file as it is shown in errors.
+
+    A Program says where its nodes come from relative to that file, so that it does not depend on the working folder.
+    """
     spec = plan.mesh
     program = Program(
         name=plan.model.name,
         phase=phase.name,
-        source=source,
+        source=os.path.basename(source),
         mesh=Mesh(spec.dp, spec.tp, spec.edp, spec.ep, spec.etp),
         cluster=spec.cluster,
         tokens=phase.tokens,
@@ -35,14 +40,14 @@ def lower(plan: Plan, phase: Phase, source: str) -> Program:
         exchange=phase.exchange,
         strategy=spec.placement,
     )
-    model = plan.model
-    _prologue(program, model)
+    model, lowered = plan.model, _Source(source)
+    _prologue(program, model, lowered)
     for name, layer, layers in _kinds(model):
-        _LayerLowering(program, model, name, layer).lower()
+        _LayerLowering(program, model, name, layer, lowered).lower()
         program.runs += [Run(name, run) for run in _consecutive(layers)]
     program.runs.sort(key=lambda run: run.layers.start)
     program.runs.insert(0, Run("prologue"))
-    _epilogue(program, model)
+    _epilogue(program, model, lowered)
     program.runs.append(Run("epilogue"))
     return program
 
@@ -71,30 +76,40 @@ def _consecutive(depths: list[int]) -> list[range]:
     return out
 
 
-def _loc(program: Program, span: Span) -> Loc:
-    line, column = span.source.position(span.start)
-    return Loc(line, column, "" if span.source.name == program.source else span.source.name)
+@dataclass(frozen=True)
+class _Source:
+    """Turns spans into locations relative to the main file."""
+
+    name: str
+
+    def loc(self, span: Span) -> Loc:
+        line, column = span.source.position(span.start)
+        file = span.source.name
+        if file == self.name:
+            return Loc(line, column)
+        is_shipped = file.startswith("specs/")
+        return Loc(line, column, file if is_shipped else os.path.relpath(file, os.path.dirname(self.name) or "."))
 
 
 def _whole(program: Program, name: str, *shape: int, dtype: str | None = None) -> Param:
     return Param((name,), shape, dtype or program.dtype)
 
 
-def _prologue(program: Program, model: Model) -> None:
+def _prologue(program: Program, model: Model, source: _Source) -> None:
     body = program.bodies["prologue"] = Body("prologue")
     body.params["embed"] = _whole(program, "embed", model.vocab, model.hidden)
     build = Builder(program, body)
     tokens = build.input("tokens")
-    body.graph.output(build.emit("embed", tokens, build.param("embed"), at=_loc(program, model.span)))
+    body.graph.output(build.emit("embed", tokens, build.param("embed"), at=source.loc(model.span)))
 
 
-def _epilogue(program: Program, model: Model) -> None:
+def _epilogue(program: Program, model: Model, source: _Source) -> None:
     """Final norm and head; prefill first keeps only the rows whose logits are wanted."""
     body = program.bodies["epilogue"] = Body("epilogue")
     body.params["norm"] = _whole(program, "norm", model.hidden)
     owner = "embed" if model.tied else "head"
     body.params["head"] = Param((owner,), (model.vocab, model.hidden), program.dtype)
-    build, loc = Builder(program, body), _loc(program, model.span)
+    build, loc = Builder(program, body), source.loc(model.span)
     x = build.input("x")
     if program.phase == "prefill":
         x = build.emit("take", x, build.input("select"), at=loc)
@@ -105,8 +120,8 @@ def _epilogue(program: Program, model: Model) -> None:
 class _LayerLowering:
     """Lowers one kind of layer: x + attention(norm x), then x + ffn(norm x)."""
 
-    def __init__(self, program: Program, model: Model, name: str, layer: Layer) -> None:
-        self.program, self.model, self.layer = program, model, layer
+    def __init__(self, program: Program, model: Model, name: str, layer: Layer, source: _Source) -> None:
+        self.program, self.model, self.layer, self.source = program, model, layer, source
         self.body = program.bodies[name] = Body(name)
         self.build = Builder(program, self.body)
 
@@ -114,11 +129,11 @@ class _LayerLowering:
         x = self.build.input("x")
         self.positions = self.build.input("positions")
         attention, ffn = self.layer.attention, self.layer.ffn
-        loc = _loc(self.program, attention.span)
+        loc = self.source.loc(attention.span)
         h = self._norm(x, "attention_norm", self.model.hidden, loc)
         y = self._gqa(attention, h, loc) if isinstance(attention, Gqa) else self._mla(attention, h, loc)
         x = self.build.emit("add", x, y, at=loc)
-        loc = _loc(self.program, ffn.span)
+        loc = self.source.loc(ffn.span)
         h = self._norm(x, "ffn_norm", self.model.hidden, loc)
         y = self._mlp("ffn", ffn.inner, h, loc) if isinstance(ffn, Swiglu) else self._moe(ffn, h)
         self.body.graph.output(self.build.emit("add", x, y, at=loc))
@@ -203,7 +218,7 @@ class _LayerLowering:
         return self._linear(act, f"{prefix}.down", self.model.hidden, inner, loc)
 
     def _moe(self, spec: Moe, h: fx.Node) -> fx.Node:
-        router, routed, loc = spec.router, spec.routed, _loc(self.program, spec.router.span)
+        router, routed, loc = spec.router, spec.routed, self.source.loc(spec.router.span)
         logits = self.build.emit(
             "router_logits", h, self._param("router.weight", routed.count, self.model.hidden), at=loc
         )
@@ -224,7 +239,7 @@ class _LayerLowering:
         y = self._experts(routed, h, ids, weights)
         if spec.shared is None:
             return y
-        loc = _loc(self.program, spec.shared.span)
+        loc = self.source.loc(spec.shared.span)
         shared = self._mlp("shared", spec.shared.count * spec.shared.inner, h, loc)
         total: fx.Node = self.build.emit("add", y, shared, at=loc)
         return total
@@ -234,7 +249,7 @@ class _LayerLowering:
         wide = (routed.count, routed.inner, self.model.hidden)
         gate, up = self._param("experts.gate", *wide), self._param("experts.up", *wide)
         down = self._param("experts.down", routed.count, self.model.hidden, routed.inner)
-        loc = _loc(self.program, routed.span)
+        loc = self.source.loc(routed.span)
         node: fx.Node = self.build.emit("moe", h, ids, weights, gate, up, down, at=loc, table=routed.name)
         return node
 

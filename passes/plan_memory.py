@@ -6,12 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from moec.cost import WIDTH, bounds
 from moec.diagnostics import CompileError, Diagnostic
 from moec.ir import Body, Dim, Memory, Placed, Program, Type, is_op, op_of
 from moec.passes.base import Pass
-
-#: Bytes of one element.
-WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "i64": 8, "i32": 4}
 
 
 @dataclass(frozen=True)
@@ -80,30 +78,17 @@ def _buffers(program: Program, rank: int) -> int:
 
 def _bounds(program: Program, body: Body, rank: int) -> dict[str, int]:
     """The largest value of each symbol on this rank."""
-    mesh = program.mesh
-    tokens = program.tokens
-    piece = -(-tokens // mesh.split_parts) if mesh.tp > mesh.etp else tokens * mesh.split_parts
-    top, held = 0, 0
-    for node in body.graph.nodes:
-        if is_op(node) and op_of(node).name == "route":
-            top, held = int(str(node.kwargs["top"])), _held(program, rank, str(node.kwargs["table"]))
-    gathered = piece * mesh.ep
-    return {
-        "T": tokens,
-        "S": piece,
-        "L": min(tokens, program.slots),
-        "P": piece * top,
-        "G": gathered,
-        "R": gathered * min(top, held),
-        "M": held,
-    }
+    routes = [n for n in body.graph.nodes if is_op(n) and op_of(n).name == "route"]
+    top = max((int(str(n.kwargs["top"])) for n in routes), default=0)
+    return bounds(program, top, max((_held(program, rank, str(n.kwargs["table"])) for n in routes), default=0))
 
 
 def _body_buffers(program: Program, body: Body, bounds: dict[str, int]) -> int:
     def size(type: Type) -> int:
         return WIDTH[type.dtype] * math.prod(_known(dim, bounds) for dim in type.shape)
 
-    return sum(size(node.meta["type"]) for node in body.graph.nodes if isinstance(node.meta.get("type"), Type) and node.op != "get_attr")
+    values = [node.meta.get("type") for node in body.graph.nodes if node.op != "get_attr"]
+    return sum(size(value) for value in values if isinstance(value, Type))
 
 
 def _known(dim: Dim, bounds: dict[str, int]) -> int:

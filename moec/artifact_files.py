@@ -1,0 +1,125 @@
+"""An artifact on disk: a folder of text files under a manifest of their digests. No torch.
+
+Written whole or not at all: into a folder beside its place, which then takes its name. Read back only as written:
+a file that is missing, changed or extra is named, and nothing of it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from moec.diagnostics import fail
+
+MANIFEST = "MANIFEST.json"
+FORMAT = 1
+MAX_FILE = 64 << 20
+
+
+def canonical_json(value: Any) -> str:
+    """One text per value: sorted keys, two spaces, a newline at the end."""
+    return json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False) + "\n"
+
+
+def write_artifact(folder: Path, files: Mapping[str, str]) -> None:
+    """Publish `files` (name -> text) with their manifest as `folder`, in place of an older artifact there.
+
+    Raises E0770 where the folder is something else, E0681 where it cannot be written.
+    """
+    if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise fail("E0770", f"`{folder}` exists and is no artifact of moec", "choose another folder with -o")
+    manifest = {"format": FORMAT, "moec": version("moec"), "files": {name: _entry(files[name]) for name in files}}
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            for name, text in {**files, MANIFEST: canonical_json(manifest)}.items():
+                _write(made / name, text)
+            made.chmod(0o755)
+            _publish(made, folder)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    except OSError as error:
+        raise fail("E0681", f"cannot write the artifact `{folder}`: {error.strerror}", "free space or choose -o") from None
+
+
+def _entry(text: str) -> dict[str, Any]:
+    data = text.encode()
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _publish(made: Path, folder: Path) -> None:
+    """Rename into place; an older artifact is moved aside first and deleted after."""
+    if folder.exists():
+        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        os.replace(folder, aside)
+        os.replace(made, folder)
+        shutil.rmtree(aside)
+    else:
+        os.replace(made, folder)
+
+
+def read_artifact(folder: Path) -> dict[str, str]:
+    """Every file of an artifact, checked against its manifest. Raises E0771 (damaged), E0772 (another version)."""
+    manifest = _manifest(folder)
+    if (made_by := manifest.get("moec")) != version("moec") or manifest.get("format") != FORMAT:
+        message = f"`{folder}` was compiled by moec {made_by}, this is {version('moec')}"
+        raise fail("E0772", message, "compile the `.moe` file again")
+    listed = manifest["files"]
+    found = {str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir() or p.is_symlink()} - {MANIFEST}
+    for name in sorted(found ^ set(listed)):
+        raise _damaged(folder, f"`{name}` is {'not in the manifest' if name in found else 'missing'}")
+    return {name: _read(folder, name, listed[name]) for name in sorted(listed)}
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    if not (folder / MANIFEST).is_file():
+        raise _damaged(folder, f"it has no {MANIFEST}, so it is no artifact of moec")
+    try:
+        manifest = json.loads(_text(folder / MANIFEST))
+        entries = manifest["files"].items()
+        is_sound = all(_is_plain(name) and {"size", "sha256"} <= set(entry) for name, entry in entries)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        is_sound = False
+    if not is_sound:
+        raise _damaged(folder, f"its {MANIFEST} cannot be read")
+    return dict(manifest)
+
+
+def _is_plain(name: str) -> bool:
+    parts = name.split("/")
+    return len(parts) <= 2 and all(part and not part.startswith(".") and "\\" not in part for part in parts)
+
+
+def _read(folder: Path, name: str, entry: Mapping[str, Any]) -> str:
+    path = folder / name
+    if path.is_symlink() or path.parent.is_symlink() or not path.is_file():
+        raise _damaged(folder, f"`{name}` is no plain file")
+    text = _text(path)
+    if _entry(text) != {"size": entry["size"], "sha256": entry["sha256"]}:
+        raise _damaged(folder, f"`{name}` was changed after it was compiled")
+    return text
+
+
+def _text(path: Path) -> str:
+    with path.open("rb") as file:
+        return file.read(MAX_FILE).decode("utf-8", errors="replace")
+
+
+def _damaged(folder: Path, what: str) -> Exception:
+    return fail("E0771", f"the artifact `{folder}` cannot be used: {what}", "compile the `.moe` file again")

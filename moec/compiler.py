@@ -1,0 +1,103 @@
+"""compile(source) -> Artifact: the whole compiler as a straight list of steps.
+
+    .moe text --parse, check--> plan --lower--> one Program per phase --passes--> Programs --render--> artifact
+
+The page a newcomer reads first. Each step is one call; the passes stand below in the order in which they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from moec.artifact import Artifact
+from moec.checked import Plan
+from moec.checkpoint import has_weights, open_checkpoint
+from moec.codegen.phase import render_phase
+from moec.compiler_kernels import compile_kernels
+from moec.diagnostics import CompileError, Diagnostic, SourceFile, did_you_mean
+from moec.plan_document import plan_document
+from moec.grammar.parser import read_source
+from moec.ir import Program
+from moec.lowering import lower
+from moec.passes import (
+    PASSES,
+    ChooseKernels,
+    FuseGateUp,
+    InferShapes,
+    InsertExchange,
+    Pass,
+    PlaceExperts,
+    PlanMemory,
+    ShardAttention,
+    ShardExperts,
+    SplitTokens,
+)
+from moec.passes.runner import Observer, run_passes
+from moec.semantics import check
+from moec.weights_path import find_weights
+
+PHASES = ("prefill", "decode")
+
+
+def pipeline(kernels: str = "torch") -> tuple[Pass, ...]:
+    """The passes of one phase. `kernels`: which kernels to prefer, `torch` or `triton`."""
+    return (
+        PlaceExperts(),  # from the declaration alone; later passes read the tables
+        InferShapes(),
+        ShardAttention(),  # first of the three that shard: the others start from its split batch
+        SplitTokens(),
+        ShardExperts(),  # needs the experts view that split-tokens moved the tokens to
+        InsertExchange(),
+        FuseGateUp(),  # after the exchange, which makes the experts' own products
+        PlanMemory(),  # last to see sizes: nothing below changes a shape
+        ChooseKernels(prefer=kernels),
+    )
+
+
+def compile(
+    path: Path,
+    plan: str | None = None,
+    overrides: Sequence[str] = (),
+    target: str = "cpu",
+    kernels: str = "torch",
+    observers: Iterable[Observer] = (),
+    weights: Path | None = None,
+) -> Artifact:
+    """Compile a `.moe` file. `overrides` are `--set` texts; `target` is cpu or a GPU to compile kernels for.
+
+    Raises CompileError where the program is wrong, MoecError where a checkpoint does not match.
+    """
+    chosen, source = checked_plan(path, plan, overrides)
+    prefer = "triton" if target != "cpu" else kernels
+    programs = {phase: compile_phase(chosen, phase, source.name, prefer, observers) for phase in PHASES}
+    folder = find_weights(chosen.model.weights, path.parent, weights, must_exist=False)
+    fingerprint = open_checkpoint(folder).fingerprint if folder is not None and has_weights(folder) else None
+    sources, reports = compile_kernels(programs.values(), target)
+    document = plan_document(chosen, programs, target, reports, fingerprint)
+    modules = {f"{phase}.py": render_phase(program) for phase, program in programs.items()}
+    return Artifact(programs["prefill"], programs["decode"], document, modules | sources)
+
+
+def checked_plan(path: Path, plan: str | None = None, overrides: Sequence[str] = ()) -> tuple[Plan, SourceFile]:
+    """The plan of a file, checked. Raises CompileError with everything found wrong."""
+    source = read_source(path)
+    return check(source, overrides=list(overrides)).plan(plan), source
+
+
+def compile_phase(
+    plan: Plan,
+    phase: str,
+    source: str,
+    kernels: str = "torch",
+    observers: Iterable[Observer] = (),
+    stop_after: str | None = None,
+) -> Program:
+    """Lower one phase and run the passes over it, as far as `stop_after`."""
+    if stop_after is not None and stop_after not in [cls.name for cls in PASSES]:
+        help = did_you_mean(stop_after, [cls.name for cls in PASSES]) or "`moec passes` lists them"
+        raise CompileError(Diagnostic("E0402", f"there is no pass `{stop_after}`", help=help))
+    program = lower(plan, plan.prefill if phase == "prefill" else plan.decode, source)
+    run_passes(program, pipeline(kernels), observers, stop_after)
+    return program
+

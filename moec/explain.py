@@ -1,0 +1,94 @@
+"""`moec explain`: the page of an error code, or a compiled plan in words and numbers. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from moec.diagnostics import did_you_mean, fail
+from moec.specs import read, shipped
+
+GIB = 2**30
+
+
+def explain_code(code: str) -> str:
+    """The page of an error code. Raises E0680 for a code that moec does not have."""
+    known = shipped("errors", ".md")
+    if code.upper() not in known:
+        help = did_you_mean(code.upper(), known) or "codes look like E0203"
+        raise fail("E0680", f"there is no error code `{code}`", help)
+    return read("errors", f"{code.upper()}.md")
+
+
+def explain_plan(document: dict[str, Any]) -> str:
+    """The plan of an artifact: model, ranks, memory, and what each phase sends."""
+    return "\n".join([*_head(document), "", *_memory(document), *_phases(document), *_kernels(document)]) + "\n"
+
+
+def _head(document: dict[str, Any]) -> Iterator[str]:
+    model, params, mesh, cluster = (document[key] for key in ("model", "parameters", "mesh", "cluster"))
+    yield f"plan {document['plan']}: {model['name']} in {document['compute']}, from {document['source']}"
+    yield (
+        f"parameters  {params['total']:,} in total, {params['active']:,} active"
+        f" ({params['active_no_input_embed']:,} without the input embedding)"
+    )
+    attention = f"dp={mesh['dp']} tp={mesh['tp']}"
+    experts = f"edp={mesh['edp']} ep={mesh['ep']} etp={mesh['etp']}"
+    where = f"{cluster['name']}, {cluster['nodes']} x {cluster['devices_per_node']} devices"
+    yield f"mesh        {mesh['ranks']} ranks on {where}: attention {attention}, experts {experts}"
+    for table, slots in document["placement"].items():
+        counts = sorted({len(held) for held in slots}, reverse=True)
+        yield f"experts     {table}: {sum(map(len, slots))}, {' or '.join(map(str, counts))} on a rank"
+    weights = document["weights"]["path"]
+    yield f"weights     {weights or 'none: the plan compiles, it cannot run'}"
+
+
+def _memory(document: dict[str, Any]) -> Iterator[str]:
+    """Ranks that hold the same are one line."""
+    lines: dict[tuple[int, ...], list[int]] = {}
+    for rank, entry in enumerate(document["memory"]):
+        lines.setdefault(tuple(entry[k] for k in ("weights", "kv", "buffers", "total")), []).append(rank)
+    limit = document["cluster"]["memory_bytes"]
+    of = f" of {limit / GIB:.1f}" if limit else ""
+    yield f"memory, GiB per rank (context {document['context']})"
+    for (weights, kv, buffers, total), ranks in lines.items():
+        parts = f"weights {weights / GIB:.3f}  kv {kv / GIB:.3f}  buffers {buffers / GIB:.3f}"
+        yield f"  {_ranks(ranks):<12} {parts}  total {total / GIB:.3f}{of}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"{len(ranks)} ranks"
+
+
+def _phases(document: dict[str, Any]) -> Iterator[str]:
+    for name, phase in document["phases"].items():
+        yield ""
+        rows = "tokens" if name == "prefill" else "sequences"
+        yield f"{name}: up to {phase['tokens']} {rows} a step on each dp rank, exchange {phase['exchange']}"
+        for run in phase["runs"]:
+            layers = run["layers"]
+            yield f"  {run['body']}" + (f" for layers {layers[0]}..{layers[1]}" if layers else "")
+            yield from (f"    {_traffic(t)}" for t in phase["traffic"] if t["body"] == run["body"])
+
+
+def _traffic(item: dict[str, Any]) -> str:
+    time = "time unknown" if item["us"] is None else f"{item['us']:.1f} us"
+    return (
+        f"{item['op']:<20} over {item['group']} ({item['num_ranks']} ranks, {item['link']}):"
+        f" {item['send_bytes'] / 2**20:.3f} MiB from each rank, {time}"
+    )
+
+
+def _kernels(document: dict[str, Any]) -> Iterator[str]:
+    for kernel in document["kernels"]:
+        yield ""
+        yield (
+            f"kernel {kernel['name']} for {kernel['target']}: {kernel['registers']} registers,"
+            f" {kernel['spills']} spilled, {kernel['shared_bytes']} bytes of shared memory"
+        )
+        if kernel["fallback"]:
+            yield f"  smaller tile: {kernel['fallback']}"
