@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from lark import Token
 
-from moec.diagnostics import Diagnostic, Label, SourceFile, Span
+from moec.diagnostics import Diagnostic, Label, SourceFile, Span, did_you_mean
 from moec.grammar.tokens import CLOSE, OPEN, is_reserved, language, span_of
 
 PATTERNS = {"NAME": "a name", "NUMBER": "a number", "STRING": "text in quotes", "UNIT": "a unit", "$END": "the end"}
@@ -48,10 +50,20 @@ def unexpected(
         help = f"choose another name: `{token}_1`, for example" if token.type != "UNIT" else "units are reserved"
         message = f"`{token}` is a reserved word and cannot be a name"
         return Diagnostic("E0104", message, label, help=help)
-    return Diagnostic("E0101", f"unexpected `{token}`", label, secondary)
+    near = did_you_mean(token, _literals(accepts)) if token.type == "NAME" else ""
+    if not near and seen and seen[-1].type == "NAME" and (near := did_you_mean(seen[-1], _literals(ITEM_WORDS))):
+        return Diagnostic("E0101", f"unexpected word `{seen[-1]}`", Label(span_of(source, seen[-1])), help=near)
+    return Diagnostic("E0101", f"unexpected `{token}`", label, secondary, near)
+
+
+def _literals(names: Iterable[str]) -> list[str]:
+    """The words among the terminals of these names."""
+    return [t.pattern.value for t in language().terminals if t.name in names and t.pattern.value.isalpha()]
 
 
 _DECLARATIONS = frozenset(GROUPS[0][0])
+#: Words that begin an item of a block and are followed by a name: what a name before a name may be a slip of.
+ITEM_WORDS = frozenset({"ATTENTION", "ROUTER", "EXPERTS", "LAYERS", "RUN", "PREFILL", "DECODE"})
 
 
 def _join(parts: list[str]) -> str:

@@ -84,9 +84,7 @@ class _Layout:
                 self.newlines.append(waiting)
                 waiting = 0
         opened: list[int] = []
-        lines = [sum(self.newlines[:1])]
-        for count in self.newlines[1:]:
-            lines.append(lines[-1] + count)
+        lines = list(accumulate(self.newlines))
         for i, token in enumerate(self.tokens):
             if token.type in OPENING:
                 opened.append(i)

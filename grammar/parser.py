@@ -59,16 +59,16 @@ def parse(source: SourceFile) -> ast.Program:
     errors: list[Diagnostic] = []
     pieces = _pieces(tokens)
     skip = False
-    for piece, after in zip(pieces, [*pieces[1:], None], strict=True):
+    for i, piece in enumerate(pieces):
         if skip:
             skip = False
             continue
-        follower = after[0] if after else None
-        result = _parse_piece(source, piece, after or [], "program")
+        after = pieces[i + 1] if i + 1 < len(pieces) else []
+        result = _parse_piece(source, piece, after, "program")
         if isinstance(result, Diagnostic):
             errors.append(result)
             # a reserved word used as a name began a piece of its own: that piece is no declaration
-            skip = result.code == "E0104" and follower is not None and _starts_at(result, source, follower)
+            skip = result.code == "E0104" and bool(after) and _starts_at(result, source, after[0])
         else:
             declarations += result.declarations
     if errors:

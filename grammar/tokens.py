@@ -133,5 +133,5 @@ def _limits(source: SourceFile, tokens: list[Token]) -> Iterator[Diagnostic]:
             after = tokens[i + 1] if i + 1 < len(tokens) else None
             if after is not None and after.type != "UNIT" and (after.type == "NAME" or is_reserved(after)):
                 span = Span(source, token.start_pos or 0, span_of(source, after).end)
-                help = f"write `{token} {after}` if these are two things; names start with a letter"
+                help = "names start with a letter; put a space between two things"
                 yield Diagnostic("E0114", f"`{span.text}` is neither a number nor a name", Label(span), help=help)

@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 #: Exit code of a diagnostic by the first three characters of its code (`docs/language.md`, "Exit codes").
 EXIT_BY_CLASS = {"E01": 1, "E02": 1, "E03": 1, "E04": 1, "E05": 1, "E06": 4, "E07": 3}
 EXIT_USAGE, EXIT_PEER, EXIT_NUMERIC, EXIT_BUG = 2, 5, 6, 70
+#: Of a longer source line, this many characters around the label are shown.
+MAX_SHOWN = 160
 #: Exit codes a diagnostic has whatever its class says: a dead peer, a wrong world size, a numeric fault, a bug.
 EXIT_BY_CODE: dict[str, int] = {
+    "E0113": 2, "E0222": 2, "E0223": 2,
     "E0401": 3, "E0402": 2, "E0403": 70, "E0404": 70, "E0680": 2,
     "E0502": 70, "E0503": 70, "E0504": 70, "E0520": 4, "E0524": 70, "E0525": 70,
     "E0601": 5, "E0602": 5, "E0603": 5, "E0607": 5,
@@ -130,7 +133,7 @@ def fail(code: str, message: str, help: str = "", at: Span | None = None) -> Moe
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """"did you mean `x`?" for the nearest known name, or the empty string."""
+    """ "did you mean `x`?" for the nearest known name, or the empty string."""
     near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
     return f"did you mean `{near[0]}`?" if near else ""
 
@@ -150,17 +153,19 @@ def _render_labels(primary: Label, secondary: Sequence[Label]) -> list[str]:
         first = primary if source == primary.span.source else here[0][0]
         out.append(f"{' ' * gutter}--> {first.span.where}")
         out.append(f"{' ' * gutter} |")
-        shown = 0
+        shown: tuple[int, int] | None = None
         for label, mark in here:
             number, column = source.position(label.span.start)
             line = source.line(number).replace("\t", " ")
-            before, text = printable(line[: column - 1]), printable(line)
-            if number != shown:
-                if shown and number > shown + 1:
+            cut = max(0, column - MAX_SHOWN // 2) if len(line) > MAX_SHOWN else 0
+            line, column = line[cut : cut + MAX_SHOWN], column - cut
+            if (number, cut) != shown:
+                if shown and number > shown[0] + 1:
                     out.append("...")
-                out.append(f"{number:>{gutter}} | {text}".rstrip())
-                shown = number
+                out.append(f"{number:>{gutter}} | {printable(line)}".rstrip())
+                shown = number, cut
+            before = printable(line[: column - 1])
             marked = printable(line[column - 1 : column - 1 + label.span.end - label.span.start])
             note = f" {printable(label.text)}" if label.text else ""
-            out.append(f"{' ' * gutter} | {' ' * len(before)}{mark * max(1, len(marked))}{note}".rstrip())
+            out.append(f"{' ' * gutter} | {' ' * len(before)}{mark * max(1, len(marked))}{note}")
     return out

@@ -88,12 +88,16 @@ def _add_default_plan(files: list[File]) -> None:
     if len(models) != 1 or len(meshes) > 1 or any(isinstance(d, ast.Plan) for d in declared):
         return
     span = models[0].name.span
-    name = ast.Name("default", span=span)
     if not meshes:
-        meshes = [ast.Mesh(name, None, (), span=span)]
+        meshes = [_one_rank(span)]
         files[0].declarations.append(meshes[0])
     run = ast.Run(models[0].name, meshes[0].name, None, span=span)
-    files[0].declarations.append(ast.Plan(name, (run,), span=span))
+    files[0].declarations.append(ast.Plan(ast.Name("default", span=span), (run,), span=span))
+
+
+def _one_rank(span: Span) -> ast.Mesh:
+    """The mesh `default`: one rank of localhost."""
+    return ast.Mesh(ast.Name("default", span=span), None, (), span=span)
 
 
 @dataclass
@@ -148,9 +152,12 @@ class _Scope:
                 self.used.add(("cluster", node.location.cluster.id if node.location else "localhost"))
         for name, node, values in self._of("plan"):
             if isinstance(node, ast.Plan):
-                plans[name] = check_plan(node, values, models, meshes, views)
+                alone = check_mesh(_one_rank(node.name.span), values, clusters)
+                plans[name] = check_plan(node, values, models, meshes, views, alone)
                 for run in (i for i in node.items if isinstance(i, ast.Run)):
                     self.used.update({("model", run.model.id), ("mesh", run.mesh.id if run.mesh else "")})
+        for values in self.values.values():
+            values.check_constants()
         sources = tuple(file.source for file in self.files)
         return Spec(_whole(models), _whole(meshes), _whole(plans), sources)
 

@@ -16,7 +16,10 @@ MAX_SIZE = (1 << 31) - 1
 
 
 class Fields:
-    """Named expressions of one owner. `owner` is how messages call it; `span` is where what is missing is missed."""
+    """Named expressions of one owner. `owner` and `word` are what messages call it and them.
+
+    `span` is where what is missing is missed.
+    """
 
     def __init__(
         self,
@@ -26,6 +29,7 @@ class Fields:
         given: Iterable[tuple[ast.Name, ast.Expression]],
         known: Sequence[str],
         unbuilt: Mapping[str, str] | None = None,
+        word: str = "setting",
     ) -> None:
         self.values, self.problems, self.owner, self.span = values, values.problems, owner, span
         self._given: dict[str, tuple[ast.Name, ast.Expression]] = {}
@@ -35,7 +39,7 @@ class Fields:
             elif name.id not in known:
                 known_ones = f"{owner} takes {_list(known)}" if known else f"{owner} takes nothing"
                 help = did_you_mean(name.id, known) or known_ones
-                self.problems.add("E0202", f"{owner} has no setting `{name.id}`", name.span, help=help)
+                self.problems.add("E0202", f"{owner} has no {word} `{name.id}`", name.span, help=help)
             elif name.id in self._given:
                 also = [Label(self._given[name.id][0].span, "first given here")]
                 message = f"`{name.id}` is given twice"
@@ -163,7 +167,7 @@ def expect_call(values: Values, node: ast.Expression, what: str, names: Sequence
     word = node.name.id if isinstance(node, ast.Call) else node.id if isinstance(node, ast.Name) else ""
     help = did_you_mean(word, names) if isinstance(node, ast.Call) else ""
     help = help or "write " + " or ".join(f"`{n}(...)`" for n in names)
-    values.problems.add("E0209", f"`{node.span.text[:40]}` is not a value of {what.strip('`')}", node.span, help=help)
+    values.problems.add("E0209", f"`{node.span.text[:40]}` is not a value of {what}", node.span, help=help)
     return None
 
 
@@ -176,10 +180,10 @@ def arguments(values: Values, call: ast.Call, known: Sequence[str], unbuilt: Map
         elif i < len(known):
             given.append((ast.Name(known[i], span=argument.span), argument.value))
         else:
-            message = f"`{call.name.id}` takes at most {len(known)} arguments"
+            message = f"`{call.name.id}(...)` has too many arguments"
             help = f"it takes {_list(known)}"
             values.problems.add("E0214", message, argument.span, help=help)
-    return Fields(values, f"`{call.name.id}(...)`", call.span, given, known, unbuilt)
+    return Fields(values, f"`{call.name.id}(...)`", call.span, given, known, unbuilt, "argument")
 
 
 def settings(items: Iterable[object]) -> list[tuple[ast.Name, ast.Expression]]:

@@ -79,5 +79,6 @@ def _find(use: Use, user: SourceFile, load: Load, problems: Problems) -> SourceF
     except MoecError as error:
         for diagnostic in error.diagnostics:
             primary = diagnostic.primary or Label(use.path.span, "used here")
-            problems.found.append(replace(diagnostic, primary=primary))
+            code = "E0220" if diagnostic.code == "E0113" else diagnostic.code
+            problems.found.append(replace(diagnostic, code=code, primary=primary))
         return None

@@ -26,10 +26,11 @@ def check_plan(
     models: Mapping[str, Model | None],
     meshes: Mapping[str, MeshSpec | None],
     expert_views: Mapping[str, Span],
+    one_rank: MeshSpec | None,
 ) -> Plan | None:
     """The plan, or None after errors were reported. `expert_views`: where each mesh says something about experts.
 
-    A model or mesh that is None was reported where it is declared.
+    `one_rank` is the mesh of a `run` that names none. A model or mesh that is None was reported where it is declared.
     """
     before = len(values.problems.found)
     fields = Fields(values, f"plan `{node.name.id}`", node.name.span, settings(node.items), ("compute", "context"))
@@ -43,11 +44,11 @@ def check_plan(
         help = "all experts stay in device memory: leave `with` out"
         values.problems.add("E0219", f"`with {run.cache.id}` is not built yet", run.cache.span, help=help)
     model = _find(run.model, "model", models, values)
-    mesh = _find(run.mesh, "mesh", meshes, values) if run.mesh is not None else None
+    mesh = _find(run.mesh, "mesh", meshes, values) if run.mesh is not None else one_rank
     if model is None or mesh is None or context is None or compute is None:
         return None
     _join(model, mesh, run.span, values)
-    _need_experts(model, mesh, expert_views.get(mesh.name), run.span, values)
+    _need_experts(model, mesh, expert_views.get(run.mesh.id if run.mesh else ""), run.span, values)
     prefill, decode = phases["prefill"], phases["decode"]
     if prefill is None or decode is None or len(values.problems.found) > before:
         return None
@@ -94,8 +95,8 @@ def _join(model: Model, mesh: MeshSpec, run: Span, values: Values) -> None:
     for layer in dict.fromkeys(model.layers):
         attention, ffn = layer.attention, layer.ffn
         heads = f"the {attention.heads} heads of `{attention.name}`"
-        _divide("E0305", heads, attention.heads, "tp", mesh, attention.span, run, values)
-        if isinstance(attention, Gqa):
+        is_split = _divide("E0305", heads, attention.heads, "tp", mesh, attention.span, run, values)
+        if is_split and isinstance(attention, Gqa):
             _share_kv(attention, mesh, run, values)
         if isinstance(ffn, Moe):
             what = f"the inner size {ffn.routed.inner} of `{ffn.routed.name}`"
@@ -104,12 +105,13 @@ def _join(model: Model, mesh: MeshSpec, run: Span, values: Values) -> None:
 
 def _divide(
     code: str, what: str, size: int, axis: str, mesh: MeshSpec, declared: Span, run: Span, values: Values
-) -> None:
+) -> bool:
     degree = getattr(mesh, axis)
     if size % degree:
         also = [Label(declared, "declared here")]
         message = f"{what} cannot be split over {axis}({degree})"
         values.problems.add(code, message, run, help=f"{axis} can be {_degrees(size)}", also=also)
+    return size % degree == 0
 
 
 def _share_kv(attention: Gqa, mesh: MeshSpec, run: Span, values: Values) -> None:

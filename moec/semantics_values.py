@@ -123,21 +123,30 @@ class Values:
         return None
 
     def _constant(self, node: ast.Name) -> Value | None:
-        """A constant's value, computed once. A constant that needs itself is an error."""
+        """The value of the constant a name stands for."""
         name = node.id
         if name not in self.constants:
             help = did_you_mean(name, self.constants) or f"declare it: `const {name} = ...`"
             self.problems.add("E0201", f"unknown constant `{name}`", node.span, help=help)
             return None
         self.used.add(name)
+        return self._value_of(name, node.span)
+
+    def check_constants(self) -> None:
+        """Report what is wrong with constants that nothing needs."""
+        for name, constant in self.constants.items():
+            self._value_of(name, constant.name.span)
+
+    def _value_of(self, name: str, at: Span) -> Value | None:
+        """The value of a declared constant, computed once. One that needs itself is an error."""
         if name in self._active:
             chain = " -> ".join([*self._active[self._active.index(name) :], name])
-            self.problems.add("E0217", f"constant `{name}` needs itself: {chain}", node.span, help="break the circle")
+            self.problems.add("E0217", f"constant `{name}` needs itself: {chain}", at, help="break the circle")
             return None
         if name not in self._known:
             if len(self._active) >= 64:
                 message = f"constant `{name}` needs more than 64 others in a row"
-                self.problems.add("E0106", message, node.span, help="write some of the values as numbers")
+                self.problems.add("E0106", message, at, help="write some of the values as numbers")
                 return None
             self._active.append(name)
             self._known[name] = self.evaluate(self.constants[name].value)
