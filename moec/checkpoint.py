@@ -134,10 +134,8 @@ def _check_agreement(folder: Path, where: dict[str, str], headers: dict[str, Hea
     extra = [
         f"{name} ({file})" for file, header in headers.items() for name in header.tensors if where.get(name) != file
     ]
-    notes = [f"{len(lost)} tensors are not in the file the index names: {_some(lost)}"] if lost else []
-    notes += (
-        [f"{len(extra)} tensors are in a file that the index does not name for them: {_some(extra)}"] if extra else []
-    )
+    notes = [f"{len(lost)} missing from the file that the index names: {_some(lost)}"] if lost else []
+    notes += [f"{len(extra)} in a file that the index does not name: {_some(extra)}"] if extra else []
     if notes:
         raise fail(
             "E0713", f"`{folder / INDEX}` and its files disagree: {'; '.join(notes)}", "fetch index and files again"

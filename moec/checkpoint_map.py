@@ -106,17 +106,19 @@ class _Account:
 
     def close(self, folder: Path) -> None:
         """Raise the first of what is wrong."""
-        counts = {name: (self.parameters[name][0], held) for name, held in self.experts.items()}
-        self.shapes += [(name, f"{want} experts", f"{has}", "") for name, (want, has) in counts.items() if want != has]
-        if self.shapes:
-            raise fail("E0741", f"`{folder}` does not have the shapes that its config gives{_table(self.shapes)}",
-                       "config.json and the weights are of different models")  # fmt: skip
+        held: dict[int, int] = {}
+        for name, count in self.experts.items():
+            held[self.parameters[name][0]] = max(held.get(self.parameters[name][0], 0), count)
+        counts = [("experts of a layer", str(want), str(has), "") for want, has in held.items() if want != has]
+        if self.shapes or counts:
+            message = f"`{folder}` does not have the shapes that its config gives{_table(counts + self.shapes)}"
+            raise fail("E0741", message, "config.json and the weights are of different models")
         if self.twice:
-            message = f"`{folder}` gives {len(self.twice)} parameters twice: {_some(self.twice)}"
+            message = f"`{folder}` gives {_many(self.twice, 'parameter')} twice: {_some(self.twice)}"
             raise fail("E0742", message, "remove one of the two spellings")
         empty = [_label(name, expert) for name, expert in self._wanted() if (name, expert) not in self.found]
-        notes = [f"{len(empty)} parameters receive nothing: {_some(empty)}"] if empty else []
-        notes += [f"{len(self.unused)} tensors are used by nothing: {_some(self.unused)}"] if self.unused else []
+        notes = [f"nothing fills {_many(empty, 'parameter')}: {_some(empty)}"] if empty else []
+        notes += [f"nothing uses {_many(self.unused, 'tensor')}: {_some(self.unused)}"] if self.unused else []
         if notes:
             help = "the names are those of specs/families; a part may be missing, or the model be of another family"
             raise fail("E0740", f"the weights in `{folder}` do not fit the model: {'; '.join(notes)}", help)
@@ -166,7 +168,7 @@ def _check_dtypes(checkpoint: Checkpoint) -> None:
         return
     dtype = checkpoint.tensors[bad[0]].dtype
     what = "fp8 weights are not read yet" if dtype.startswith("F8") else f"{dtype} weights are not read"
-    message = f"`{checkpoint.folder}`: {what}: {len(bad)} tensors, among them {_some(bad)}"
+    message = f"`{checkpoint.folder}`: {what}: {_many(bad, 'tensor')}: {_some(bad)}"
     raise fail("E0743", message, "use a bf16, fp16 or fp32 copy of the weights")
 
 
@@ -181,6 +183,10 @@ def _table(rows: list[tuple[str, str, str, str]]) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in shown]
     more = [f"and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else []
     return "".join(f"\n  {line}" for line in [*lines, *more])
+
+
+def _many(names: list[str], noun: str) -> str:
+    return f"{len(names)} {noun}" + ("s" if len(names) != 1 else "")
 
 
 def _some(names: Iterable[str]) -> str:

@@ -44,10 +44,11 @@ def import_model(path: Path, mesh: str | None = None, cluster: str | None = None
             "E0730", "--cluster is given without --mesh", "say how its devices are used, for example --mesh ep=8"
         )
     config, _ = read_config(path)
-    family = family_of(config, path)
+    where = path / "config.json" if path.is_dir() else path
+    family = family_of(config, where)
     checkpoint = open_checkpoint(path) if path.is_dir() and has_weights(path) else None
     weights = _weights_path(path, output) if checkpoint else None
-    model = import_config(config, family, path, weights, _stored_dtype(checkpoint))
+    model = import_config(config, family, where, weights, _stored_dtype(checkpoint))
     if checkpoint is not None and not config.get("quantization_config"):
         resolve(checkpoint, family, logical_parameters(model))
     longest = config.get("max_position_embeddings")

@@ -106,7 +106,6 @@ class ShardReader:
     def _refuse_values(self, block: Block, target: Tensor) -> None:
         count = int((~torch.isfinite(target)).sum())
         dtype = next(name for name, found in TORCH_DTYPES.items() if found == target.dtype)
-        message = (
-            f"tensor `{block.tensor}` of `{self.folder / block.file}` holds {count} values that are NaN or infinite"
-        )
-        raise fail("E0746", f"{message} as {dtype}", "the weights are damaged, or too large for this dtype")
+        what = f"NaN or infinite as {dtype} in {count} of the {target.numel()} values read"
+        message = f"tensor `{block.tensor}` of `{self.folder / block.file}` is {what}"
+        raise fail("E0746", message, "the weights are damaged, or too large for this dtype")
