@@ -185,6 +185,27 @@ def test_a_row_of_nan_stays_alone(target: str, dtype: Dtype) -> None:
     assert out_RI.isfinite().all(dim=1).tolist() == [row != 3 for row in range(20)]
 
 
+def test_a_tile_stores_its_own_expert_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs run in any order on a GPU: with the first tile alone, the next expert's rows stay as they were."""
+    monkeypatch.setattr(GateUp, "num_programs", lambda self, num_rows: self.tiles_n)
+    x_RD, w_MGD = inputs(20, 2, 64, 24, Dtype.FP32)
+    out_RI = torch.full((20, 24), torch.nan)
+    ends_M = torch.tensor([9, 20], dtype=torch.int32)
+    launch_gate_up(gate_up(64, 24, 2, Dtype.FP32, "cuda:80", 10), x_RD, ends_M, w_MGD, out_RI)
+    assert out_RI.isnan().all(dim=1).tolist() == [row >= 9 for row in range(20)]
+
+
+def test_bf16_results_halfway_round_to_even() -> None:
+    """silu(32) is 32 in fp32, so the results are 32 (1 + 2^-8) and 32 (1 + 2^-7 + 2^-8): down and up to even."""
+    x_RD = torch.tensor([[1.0, 2**-8]], dtype=torch.bfloat16)
+    w_MGD = torch.tensor([[[32.0, 0.0], [1.0, 1.0]]], dtype=torch.bfloat16)
+    out_RI = grouped_gate_up(None, x_RD, torch.tensor([1], dtype=torch.int32), w_MGD)
+    assert out_RI.item() == 32.0
+    w_MGD[0, 1, 0] = 1 + 2**-7
+    out_RI = grouped_gate_up(None, x_RD, torch.tensor([1], dtype=torch.int32), w_MGD)
+    assert out_RI.item() == 32 * (1 + 2**-6)
+
+
 @pytest.mark.parametrize("hidden", [50, 1025])
 def test_hidden_sizes_off_the_16_byte_grid(hidden: int) -> None:
     """B40: descriptors cannot take such strides, so these are served by pointers, and rightly."""
