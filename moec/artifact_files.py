@@ -47,7 +47,9 @@ def write_artifact(folder: Path, files: Mapping[str, str]) -> None:
         finally:
             shutil.rmtree(made, ignore_errors=True)
     except OSError as error:
-        raise fail("E0681", f"cannot write the artifact `{folder}`: {error.strerror}", "free space or choose -o") from None
+        raise fail(
+            "E0681", f"cannot write the artifact `{folder}`: {error.strerror}", "free space or choose -o"
+        ) from None
 
 
 def _entry(text: str) -> dict[str, Any]:

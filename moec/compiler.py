@@ -16,24 +16,22 @@ from moec.checkpoint import has_weights, open_checkpoint
 from moec.codegen.phase import render_phase
 from moec.compiler_kernels import compile_kernels
 from moec.diagnostics import CompileError, Diagnostic, SourceFile, did_you_mean
-from moec.plan_document import plan_document
 from moec.grammar.parser import read_source
 from moec.ir import Program
 from moec.lowering import lower
-from moec.passes import (
-    PASSES,
-    ChooseKernels,
-    FuseGateUp,
-    InferShapes,
-    InsertExchange,
-    Pass,
-    PlaceExperts,
-    PlanMemory,
-    ShardAttention,
-    ShardExperts,
-    SplitTokens,
-)
+from moec.passes import PASSES
+from moec.passes.base import Pass
+from moec.passes.choose_kernels import ChooseKernels
+from moec.passes.fuse_gate_up import FuseGateUp
+from moec.passes.infer_shapes import InferShapes
+from moec.passes.insert_exchange import InsertExchange
+from moec.passes.place_experts import PlaceExperts
+from moec.passes.plan_memory import PlanMemory
 from moec.passes.runner import Observer, run_passes
+from moec.passes.shard_attention import ShardAttention
+from moec.passes.shard_experts import ShardExperts
+from moec.passes.split_tokens import SplitTokens
+from moec.plan_document import plan_document
 from moec.semantics import check
 from moec.weights_path import find_weights
 
@@ -100,4 +98,3 @@ def compile_phase(
     program = lower(plan, plan.prefill if phase == "prefill" else plan.decode, source)
     run_passes(program, pipeline(kernels), observers, stop_after)
     return program
-

@@ -56,7 +56,9 @@ def routed_tops(program: Program) -> dict[str, int]:
 def traffic(program: Program) -> list[Traffic]:
     """Every collective of a phase, in the order in which a step meets them."""
     tops = routed_tops(program)
-    sizes = bounds(program, max(tops.values(), default=0), max((p.counts[0] for p in program.placements.values()), default=0))
+    sizes = bounds(
+        program, max(tops.values(), default=0), max((p.counts[0] for p in program.placements.values()), default=0)
+    )
     out = []
     for body, node in program.nodes():
         group = node.kwargs.get("group")

@@ -267,6 +267,20 @@ def op_of(node: fx.Node) -> Op:
     return target  # type: ignore[no-any-return]
 
 
+def operands(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The values an operation reads, in order."""
+    found = tuple(arg for arg in node.args if isinstance(arg, fx.Node))
+    assert len(found) == len(node.args), node
+    return found
+
+
+def output_of(body: Body) -> fx.Node:
+    """The value a body returns."""
+    (value,) = next(node for node in body.graph.nodes if node.op == "output").args
+    assert isinstance(value, fx.Node)
+    return value
+
+
 def results_of(node: fx.Node) -> tuple[fx.Node, ...]:
     """The values of a node: itself, or its numbered results in order."""
     if op_of(node).num_results == 1:

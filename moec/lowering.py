@@ -256,7 +256,7 @@ class _LayerLowering:
 
 def _yarn(rotary: Rotary) -> tuple[float, ...] | None:
     y = rotary.yarn
-    return y and (y.factor, y.original, y.beta_fast, y.beta_slow, y.mscale, y.mscale_all_dim)
+    return None if y is None else (y.factor, y.original, y.beta_fast, y.beta_slow, y.mscale, y.mscale_all_dim)
 
 
 def _mla_scale(spec: Mla, rotary: Rotary) -> float:

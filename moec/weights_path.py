@@ -28,7 +28,9 @@ def find_weights(written: str | None, base: Path, given: Path | None = None, mus
             return folder
     if must_exist:
         looked = ", ".join(f"`{folder}`" for folder in places)
-        raise fail("E0761", f"the weights `{written}` are not on this machine (looked in {looked})", "pass --weights DIR")
+        raise fail(
+            "E0761", f"the weights `{written}` are not on this machine (looked in {looked})", "pass --weights DIR"
+        )
     return None
 
 

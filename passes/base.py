@@ -1,4 +1,4 @@
-"""What a pass is: a frozen dataclass with a name, whose fields are its options, and which rewrites a Program in place."""
+"""What a pass is: a frozen dataclass with a name, whose fields are its options, rewriting a Program in place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moec.ir import Program
 
 @dataclass(frozen=True)
 class Pass(ABC):
-    """One rewrite. `exact`: it changes no sum's order, so the reference evaluator gives the same bits before and after."""
+    """One rewrite. `exact`: no sum changes its order, so the reference evaluator gives the same bits as before."""
 
     name: ClassVar[str]
     exact: ClassVar[bool] = True

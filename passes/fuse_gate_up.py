@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from moec.ir import Body, Param, Program, is_op, op_of
+from moec.ir import Body, Param, Program, is_op, op_of, operands
 from moec.ir_build import Builder, drop_unused_params, erase
 from moec.passes.base import Pass
 
@@ -34,22 +34,20 @@ class FuseGateUp(Pass):
 
 
 def _fuse(program: Program, body: Body, act: fx.Node) -> None:
-    gate, up = act.args
-    assert isinstance(gate, fx.Node) and isinstance(up, fx.Node)
+    gate, up = operands(act)
     if not (is_op(gate) and is_op(up) and gate.target is up.target and op_of(gate).name in FUSED):
         return
     if gate.args[:-1] != up.args[:-1] or len(gate.users) != 1 or len(up.users) != 1:
         return
     name, dim = FUSED[op_of(gate).name]
-    weights = [node.args[-1] for node in (gate, up)]
-    first, second = (body.params[str(w.target)] for w in weights if isinstance(w, fx.Node))
+    first, second = (body.params[str(operands(node)[-1].target)] for node in (gate, up))
     if first.layout != second.layout or first.dtype != second.dtype:
         return
     joined = f"{first.parts[0].rpartition('.')[0]}.gate_up"
     body.params[joined] = _join(first, second, dim)
     build = Builder(program, body)
     with build.before(act):
-        fused = build.emit(name, *gate.args[:-1], build.param(joined), at=act)
+        fused = build.emit(name, *operands(gate)[:-1], build.param(joined), at=act)
     act.replace_all_uses_with(fused)
     for node in (act, gate, up):
         erase(body, node)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from moec.ir import Body, Program, is_op, op_of
+from moec.ir import Program, is_op, op_of, operands
 from moec.ir_build import Builder, erase
 from moec.passes.base import Pass
 
@@ -44,7 +44,7 @@ class InsertExchange(Pass):
 
 def _local(build: Builder, moe: fx.Node) -> fx.Node:
     """Every expert is on this rank: sort rows by expert, and back."""
-    x, ids, weights, *_ = moe.args
+    x, ids, weights, *_ = operands(moe)
     table = moe.kwargs["table"]
     rows, counts, order = build.emit("dispatch", x, ids, at=moe, table=table, local=False)
     y = _experts(build, moe, rows, build.emit("offsets", counts, at=moe))
@@ -52,7 +52,7 @@ def _local(build: Builder, moe: fx.Node) -> fx.Node:
 
 
 def _flat(build: Builder, moe: fx.Node) -> fx.Node:
-    x, ids, weights, *_ = moe.args
+    x, ids, weights, *_ = operands(moe)
     table = moe.kwargs["table"]
     rows, counts, order = build.emit("dispatch", x, ids, at=moe, table=table, local=False)
     recv = build.emit("exchange_counts", counts, at=moe, table=table, group=EP)
@@ -71,8 +71,8 @@ def _all_to_all(build: Builder, moe: fx.Node, *args: fx.Node, back: bool) -> fx.
 
 def _gather(build: Builder, moe: fx.Node) -> fx.Node:
     table = moe.kwargs["table"]
-    sizes = build.emit("exchange_sizes", moe.args[0], at=moe, group=EP)
-    x, ids, weights = (build.emit("all_gather_rows", value, sizes, at=moe, group=EP) for value in moe.args[:3])
+    sizes = build.emit("exchange_sizes", operands(moe)[0], at=moe, group=EP)
+    x, ids, weights = (build.emit("all_gather_rows", value, sizes, at=moe, group=EP) for value in operands(moe)[:3])
     rows, counts, order = build.emit("dispatch", x, ids, at=moe, table=table, local=True)
     y = _experts(build, moe, rows, build.emit("offsets", counts, at=moe))
     part = build.emit("combine", y, order, weights, at=moe, table=table, local=True)
@@ -80,7 +80,7 @@ def _gather(build: Builder, moe: fx.Node) -> fx.Node:
 
 
 def _experts(build: Builder, moe: fx.Node, rows: fx.Node, offsets: fx.Node) -> fx.Node:
-    gate, up, down = moe.args[3:6]
+    gate, up, down = operands(moe)[3:6]
     gated = build.emit("grouped_linear", rows, offsets, gate, at=moe)
     act = build.emit("silu_mul", gated, build.emit("grouped_linear", rows, offsets, up, at=moe), at=moe)
     return _one(build.emit("grouped_linear", act, offsets, down, at=moe))

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from torch import fx
-
-from moec.ir import Body, Param, Partial, Place, Program, Shard, State, Type, is_op, layout, type_of
+from moec.ir import Body, Param, Partial, Place, Program, Shard, State, Type, is_op, layout, output_of, type_of
 from moec.ir_build import Builder, reinfer
 from moec.passes.base import Pass
 
@@ -92,10 +90,9 @@ def _reduce_partials(program: Program, body: Body) -> None:
 
 
 def _gather_logits(program: Program, body: Body) -> None:
-    output = next(node for node in body.graph.nodes if node.op == "output")
-    value = output.args[0]
-    assert isinstance(value, fx.Node)
+    value = output_of(body)
     if type_of(value).layout.on("tp") == Shard(1):
         build = Builder(program, body)
-        with build.before(output):
-            output.args = (build.emit("all_gather", value, at=value, dim=1, group=TP),)
+        with build.after(value):
+            whole = build.emit("all_gather", value, at=value, dim=1, group=TP)
+        value.replace_all_uses_with(whole, lambda user: user is not whole)

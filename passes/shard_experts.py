@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from moec.ir import Body, Partial, Placed, Program, Shard, layout, op_of, is_op, type_of
+from moec.ir import Body, Partial, Placed, Program, Shard, is_op, layout, op_of, type_of
 from moec.ir_build import Builder, reinfer
 from moec.passes.base import Pass
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from moec.ir import Body, Program, op_of
+from moec.ir import Body, Program, is_op, op_of, operands
 from moec.ir_build import Builder, reinfer
 from moec.passes.base import Pass
 
@@ -32,15 +32,14 @@ class SplitTokens(Pass):
             return  # the two views differ in nothing
         for body in program.bodies.values():
             for node in list(body.graph.nodes):
-                if node.op == "call_function" and getattr(node.target, "name", "") == "moe":
+                if is_op(node) and op_of(node).name == "moe":
                     _move(program, body, node)
             reinfer(program, body)
 
 
 def _move(program: Program, body: Body, moe: fx.Node) -> None:
     build = Builder(program, body)
-    x = moe.args[0]
-    assert isinstance(x, fx.Node)
+    x = operands(moe)[0]
     router = next(user for user in x.users if op_of(user).name == "router_logits")
     with build.before(router):
         there = build.emit("relayout", x, at=router, **_relayout(program, "experts"))
