@@ -16,7 +16,6 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from moec.codegen.renderer import check_python
-
 from moec.diagnostics import fail
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from moec.codegen.renderer import Comment, render
-
 from moec.diagnostics import did_you_mean, fail
 
 #: Triton's smallest side of a matrix product.

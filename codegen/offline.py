@@ -15,7 +15,6 @@ from typing import Any
 from moec.codegen.kernel_module import load_kernel
 from moec.codegen.kernels import Form, GateUp, Target, describe, find_target, render_gate_up
 from moec.codegen.renderer import BUG
-
 from moec.diagnostics import MoecError, fail, printable
 
 #: Multiply-adds are fused, as on every GPU by default; said because Triton's default is about to change.

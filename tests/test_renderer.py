@@ -12,9 +12,9 @@ from pathlib import Path
 
 import jinja2
 import pytest
+
 from moec.codegen import renderer
 from moec.codegen.renderer import Comment, Text, check_python, literal, render
-
 from moec.diagnostics import MoecError
 
 ROOT = Path(__file__).resolve().parent.parent

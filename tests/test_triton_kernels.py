@@ -10,6 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
 from moec.codegen.kernels import (
     TARGETS,
     Dtype,
@@ -17,9 +20,6 @@ from moec.codegen.kernels import (
     GateUp,
     specialise_gate_up,
 )
-from torch import Tensor
-from torch.nn.functional import silu
-
 from moec.diagnostics import MoecError
 from moec.runtime import kernels_triton
 from moec.runtime.kernels_triton import grouped_gate_up, launch_gate_up

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from moec.codegen.kernel_module import load_kernel
 from moec.codegen.kernels import (
     TARGETS,
@@ -28,7 +29,6 @@ from moec.codegen.kernels import (
 )
 from moec.codegen.offline import compile_gate_up, plan_entry, report_lines
 from moec.codegen.renderer import Comment
-
 from moec.diagnostics import MoecError
 from moec.runtime.kernels_triton import grouped_gate_up
 
