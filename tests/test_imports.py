@@ -1,0 +1,157 @@
+"""Imports run one way, the quick commands stay clear of torch, and no input is ever executed."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = {"grammar": "moec.grammar", "passes": "moec.passes", "codegen": "moec.codegen", "specs": "moec.specs"}
+
+#: Layer -> layers that it may import. A layer is a subpackage, or the modules of moec/ that share a first word:
+#: `ir` is ir.py, ir_text.py and ir_verifier.py; the operation table (ops) is part of the IR.
+ALLOWED: dict[str, set[str]] = {
+    "diagnostics": set(),
+    "topology": {"diagnostics"},
+    "mesh": {"diagnostics"},
+    "placement": {"diagnostics"},
+    "specs": {"diagnostics"},
+    "grammar": {"diagnostics"},
+    "checked": {"diagnostics", "topology"},
+    "parameters": {"checked"},
+    "semantics": {"grammar", "checked", "topology", "specs", "diagnostics"},
+    "weights": {"diagnostics"},
+    "checkpoint": {"specs", "diagnostics"},
+    "importer": {"checkpoint", "checked", "parameters", "specs", "diagnostics"},
+    "ir": {"mesh", "placement", "topology", "diagnostics"},
+    "cost": {"ir", "mesh", "placement", "topology", "diagnostics"},
+    "lowering": {"checked", "ir", "mesh", "topology", "placement", "diagnostics"},
+    "passes": {"ir", "mesh", "placement", "cost", "topology", "diagnostics"},
+    "codegen": {"ir", "diagnostics"},
+    "artifact": {"ir", "diagnostics"},
+    "plan": {"checked", "checkpoint", "cost", "ir", "parameters", "diagnostics"},
+    "explain": {"specs", "diagnostics"},
+    "runtime": {"artifact", "codegen", "ir", "mesh", "placement", "topology", "checkpoint", "weights", "diagnostics"},
+    "compiler": {
+        "grammar", "semantics", "lowering", "passes", "artifact", "codegen", "checked", "checkpoint", "cost", "ir",
+        "plan", "weights", "diagnostics",
+    },
+    "cli": {
+        "compiler", "importer", "runtime", "explain", "artifact", "grammar", "semantics", "passes", "checked", "ir",
+        "weights", "diagnostics",
+    },
+    "package": {"compiler", "artifact", "runtime", "diagnostics"},
+    "main": {"cli"},
+}  # fmt: skip
+SAME_LAYER = {"ops": "ir", "__main__": "main", "": "package"}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """(module name, file) of everything that is shipped."""
+    for folder, package in {"moec": "moec", **FOLDERS}.items():
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            parts = file.relative_to(ROOT / folder).with_suffix("").parts
+            yield ".".join((package, *parts)).removesuffix(".__init__"), file
+
+
+def layer(module: str) -> str:
+    parts = module.split(".")[1:] or [""]
+    first = parts[0]
+    return SAME_LAYER.get(first) or (first if first in ALLOWED else first.split("_")[0].replace("ops", "ir"))
+
+
+def imported(tree: ast.Module, known: set[str]) -> Iterator[str]:
+    """Modules that a file imports, inside functions too. `from moec import x` means moec.x where there is one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute"
+            base = node.module or ""
+            named = [f"{base}.{alias.name}" for alias in node.names]
+            yield from [name if name in known else base for name in named]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+MODULES = dict(modules())
+
+
+def targets(name: str) -> set[str]:
+    return {t for t in imported(ast.parse(MODULES[name].read_text()), set(MODULES)) if t.split(".")[0] == "moec"}
+
+
+def test_imports_run_one_way() -> None:
+    homeless = [name for name in MODULES if layer(name) not in ALLOWED]
+    assert not homeless, "in no layer: add them to the table, or give them the name of one"
+    allowed = {name: ALLOWED[layer(name)] | {layer(name)} for name in MODULES}
+    wrong = [f"{name} imports {t}" for name in MODULES for t in sorted(targets(name)) if layer(t) not in allowed[name]]
+    assert not wrong
+
+
+def test_the_table_has_no_circle() -> None:
+    order: list[str] = []
+    while left := ALLOWED.keys() - set(order):
+        free = {name for name in left if ALLOWED[name] <= set(order)}
+        assert free, f"a circle among {sorted(left)}"
+        order += sorted(free)
+
+
+def test_no_pass_imports_another() -> None:
+    passes = {name for name in MODULES if name.startswith("moec.passes.")} - {"moec.passes.base", "moec.passes.runner"}
+    assert passes
+    assert not [(name, t) for name in passes for t in targets(name) & passes]
+
+
+def test_semantics_takes_only_the_tree_from_the_grammar() -> None:
+    allowed = {"moec.grammar.ast", "moec.grammar.parser"}  # the parser, to read the files that `use` names
+    taken = {t for name in MODULES if layer(name) == "semantics" for t in targets(name) if layer(t) == "grammar"}
+    assert taken <= allowed
+
+
+#: What `check`, `fmt`, `explain`, `import` and `--help` load.
+QUICK = ["moec.cli", "moec.semantics", "moec.grammar.formatter", "moec.importer", "moec.explain", "moec.artifact_files"]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_quick_commands_do_not_import_torch(name: str) -> None:
+    code = f"import sys, {name}; print(sorted({{'torch', 'triton', 'transformers'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd="/")
+    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
+
+
+#: Every module that calls a function which runs text, with those calls.
+EXECUTES = {"moec.runtime.executor": ["compile", "exec"]}
+FORBIDDEN = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "runpy"}
+
+
+def test_input_is_never_executed() -> None:
+    """One `exec` in all: of text that the executor has just rendered from installed templates."""
+    trees = {name: ast.parse(file.read_text()) for name, file in MODULES.items()}
+    assert {name: found for name, tree in trees.items() if (found := _executing_calls(tree))} == EXECUTES
+    assert not {name: taken for name, tree in trees.items() if (taken := FORBIDDEN & set(imported(tree, set())))}
+    loads = {"torch.load", "numpy.load", "np.load"}
+    attributes = {(name, ast.unparse(n)) for name, tree in trees.items() for n in ast.walk(tree) if _is_path(n)}
+    assert not [found for found in attributes if found[1] in loads]
+
+
+def _executing_calls(tree: ast.Module) -> list[str]:
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names = [f.id for f in calls if isinstance(f, ast.Name) and f.id in ("eval", "exec", "compile", "__import__")]
+    return sorted(name for name in names if not _is_own(tree, name))
+
+
+def _is_path(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+
+
+def _is_own(tree: ast.Module, name: str) -> bool:
+    """Is `name` bound by this module (moec.compiler.compile), so that it is not the builtin?"""
+    return any(
+        (isinstance(node, ast.FunctionDef) and node.name == name)
+        or (isinstance(node, ast.ImportFrom) and any((a.asname or a.name) == name for a in node.names))
+        for node in ast.walk(tree)
+    )
