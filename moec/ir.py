@@ -70,13 +70,12 @@ class Placed:
 
 @dataclass(frozen=True)
 class Routed:
-    """Rows scattered by routing table `table`: at `home`, the rank of their token, or at the rank of their `expert`.
-
-    Only the combine of the same table ends it.
+    """Rows scattered by routing table `table`: at `home`, the rank of their token, or at the rank of their `expert`,
+    there as they arrived or, `grouped`, expert by expert. Only the combine of the same table ends it.
     """
 
     table: str
-    at: str  # home | expert
+    at: str  # home | expert | grouped
 
     def __str__(self) -> str:
         return f"{self.at}({self.table})"

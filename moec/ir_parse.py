@@ -249,7 +249,7 @@ class _Reader(Transformer[Token, Any]):
 
 
 def _place(kind: str, table: str) -> Place:
-    if kind in ("home", "expert"):
+    if kind in ("home", "expert", "grouped"):
         return Routed(table, kind)
     if kind == "placed":
         return Placed(table)
@@ -304,4 +304,3 @@ def _read_node(build: Builder, values: dict[str, fx.Node], line: tuple[Any, ...]
     if kernel is not None:
         node.meta["kernel"] = str(kernel)
     values |= dict(zip(names, results, strict=True))
-

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from moec.ir import Dim, Layout, Partial, Place, Replicate, Routed, Shard
-from moec.ops import Call, Op, OpError, Places, refuse, register
-from moec.ops_moe import Shapes, held
-
-COMM = frozenset({"comm"})
-
-
-def _group_axis(call: Call) -> str:
-    """The mesh axis a collective reduces or moves over: `experts.ep` is ep."""
-    return str(call.attrs["group"]).partition(".")[2]
+from moec.ir import Layout, Partial, Place, Replicate, Routed, Shard
+from moec.ops import Call, LayoutRule, Op, PlaceRule, Places, ShapeRule, Shapes, group_axis, local_dim, refuse, register
+from moec.ops_moe import held
 
 
 def _counts_shape(call: Call) -> Shapes:
-    table = call.attrs["table"]
-    call.same_dims(call.shape(0)[0], call.placements[table].num_experts, "counts and expert slots")
-    return (((call.mesh.ep, held(call, table)), "i64"),)
+    (slots,) = call.shape(0)
+    call.same_dims(slots, call.placement().num_experts, "counts and expert slots")
+    return (((call.mesh.ep, held(call)), "i64"),)
 
 
 def _out_place(call: Call, axis: str, places: Places) -> Places:
     """From home to the expert on the group's axis; the other axes stay."""
-    if axis != _group_axis(call):
+    if axis != group_axis(call):
         return _all_alike(call, axis, places)
     table = call.attrs["table"]
     if places == (Routed(table, "home"),):
@@ -31,13 +24,17 @@ def _out_place(call: Call, axis: str, places: Places) -> Places:
 
 
 def _all_to_all_shape(call: Call) -> Shapes:
-    width: Dim = call.shape(0)[1]
-    return ((("P" if call.attrs["back"] else "R", width), call.dtype(0)),)
+    (rows, width), (slots,), (ranks, experts) = (call.shape(i) for i in range(3))
+    here, there = ("R", "P") if call.attrs["back"] else ("P", "R")
+    call.same_dims(rows, here, "rows and rows that travel")
+    call.same_dims(slots, call.placement().num_experts, "counts and expert slots")
+    call.require((ranks, experts) == (call.mesh.ep, held(call)), "received counts are of another table")
+    return (((there, width), call.dtype(0)),)
 
 
 def _all_to_all_place(call: Call, axis: str, places: Places) -> Places:
     rows, counts, recv = places
-    if axis != _group_axis(call):
+    if axis != group_axis(call):
         if counts == recv and (rows == counts or (rows == Partial() and counts == Replicate())):
             return (rows,)
         raise refuse(call, axis, places)
@@ -55,27 +52,35 @@ def _all_alike(call: Call, axis: str, places: Places) -> Places:
 
 
 def _gather_rows_place(call: Call, axis: str, places: Places) -> Places:
-    if axis == _group_axis(call):
+    if axis == group_axis(call):
         if places == (Shard(0), Replicate()):
             return (Replicate(),)
         raise refuse(call, axis, places, "only rows cut over the group can be gathered")
-    return places[:1]
+    return _with_sizes(call, axis, places)
+
+
+def _with_sizes(call: Call, axis: str, places: Places) -> Places:
+    """On the axes that a row collective does not run over its rows stay, and sizes are known where the rows are."""
+    x, sizes = places
+    if x == sizes or (x == Partial() and sizes == Replicate()):
+        return (x,)
+    raise refuse(call, axis, places)
 
 
 def _sizes_place(call: Call, axis: str, places: Places) -> Places:
-    return (Replicate(),) if axis == _group_axis(call) and places == (Shard(0),) else _all_alike(call, axis, places)
+    return (Replicate(),) if axis == group_axis(call) and places == (Shard(0),) else _all_alike(call, axis, places)
 
 
 def _reduce_scatter_place(call: Call, axis: str, places: Places) -> Places:
-    if axis == _group_axis(call):
+    if axis == group_axis(call):
         if places == (Partial(), Replicate()):
             return (Shard(0),)
         raise refuse(call, axis, places, "only partial sums can be reduced")
-    return places[:1]
+    return _with_sizes(call, axis, places)
 
 
 def _all_reduce_place(call: Call, axis: str, places: Places) -> Places:
-    if axis == _group_axis(call):
+    if axis == group_axis(call):
         if places == (Partial(),):
             return (Replicate(),)
         raise refuse(call, axis, places, "a whole value would be summed once per rank")
@@ -85,14 +90,12 @@ def _all_reduce_place(call: Call, axis: str, places: Places) -> Places:
 def _all_gather_shape(call: Call) -> Shapes:
     shape = list(call.shape(0))
     dim = call.attrs["dim"]
-    if not isinstance(shape[dim], int):
-        raise OpError(f"all_gather joins equal pieces, dim {dim} is {shape[dim]}")
-    shape[dim] = int(shape[dim]) * call.mesh.axis_size(_group_axis(call))
+    shape[dim] = local_dim(shape[dim], "the dim that all_gather joins") * call.mesh.axis_size(group_axis(call))
     return ((tuple(shape), call.dtype(0)),)
 
 
 def _all_gather_place(call: Call, axis: str, places: Places) -> Places:
-    if axis == _group_axis(call):
+    if axis == group_axis(call):
         if places == (Shard(call.attrs["dim"]),):
             return (Replicate(),)
         raise refuse(call, axis, places, f"only a value cut along dim {call.attrs['dim']} can be gathered")
@@ -103,9 +106,12 @@ def _all_gather_place(call: Call, axis: str, places: Places) -> Places:
 
 
 def _relayout_shape(call: Call) -> Shapes:
-    rows = call.shape(0)[0]
-    moved: Dim = rows if call.attrs["how"] == "keep" else {"T": "S", "S": "T"}.get(str(rows), rows)
-    return (((moved, *call.shape(0)[1:]), call.dtype(0)),)
+    rows, width = call.shape(0)
+    here, there = ("T", "S") if call.attrs["to"] == "experts" else ("S", "T")
+    if call.attrs["how"] == "keep":
+        here = there = "T"
+    call.same_dims(rows, here, "rows and rows that relayout moves")
+    return (((there, width), call.dtype(0)),)
 
 
 def _relayout_layout(call: Call) -> Layout:
@@ -119,6 +125,7 @@ def _relayout_layout(call: Call) -> Layout:
     narrow = (mesh.tp > mesh.etp) == (to == "experts")
     how = "keep" if mesh.tp == mesh.etp else "slice" if narrow else "gather"
     call.require(call.attrs["how"] == how, f"relayout to {to} on this mesh is {how}, not {call.attrs['how']}")
+    call.require(call.attrs["group"] == "split", "relayout moves over the group split")
     call.require(call.attrs["parts"] == mesh.split_parts, f"relayout in {mesh.split_parts} parts on this mesh")
     return Layout(to, tuple((axis, Shard(0) if axis in cut[to] else Replicate()) for axis in mesh.axes(to)))
 
@@ -127,48 +134,48 @@ def _not_per_axis(call: Call, axis: str, places: Places) -> Places:
     raise AssertionError("relayout has a rule for the whole layout")
 
 
-register(Op("exchange_counts", _counts_shape, _out_place, ("table", "group"), effects=COMM))
-register(
-    Op(
-        "all_to_all.start",
-        _all_to_all_shape,
-        _all_to_all_place,
-        ("table", "group", "back"),
-        (3, 3),
-        effects=COMM,
-    )
-)
-register(Op("all_to_all.wait", lambda call: ((call.shape(0), call.dtype(0)),), lambda call, axis, places: places))
-register(Op("exchange_sizes", lambda call: (((call.mesh.ep,), "i64"),), _sizes_place, ("group",), effects=COMM))
-register(
-    Op(
-        "all_gather_rows",
-        lambda call: ((("G", *call.shape(0)[1:]), call.dtype(0)),),
-        _gather_rows_place,
-        ("group",),
-        (2, 2),
-        effects=COMM,
-    )
-)
-register(
-    Op(
-        "reduce_scatter_rows",
-        lambda call: ((("S" if call.mesh.split_parts > 1 else "T", *call.shape(0)[1:]), call.dtype(0)),),
-        _reduce_scatter_place,
-        ("group",),
-        (2, 2),
-        effects=COMM,
-    )
-)
-register(Op("all_reduce", lambda call: ((call.shape(0), call.dtype(0)),), _all_reduce_place, ("group",), effects=COMM))
-register(Op("all_gather", _all_gather_shape, _all_gather_place, ("dim", "group"), effects=COMM))
-register(
-    Op(
-        "relayout",
-        _relayout_shape,
-        _not_per_axis,
-        ("to", "how", "parts", "group"),
-        effects=COMM,
-        relayout=_relayout_layout,
-    )
-)
+def _sizes_shape(call: Call) -> Shapes:
+    return (((call.mesh.ep,), "i64"),)
+
+
+def _gather_rows_shape(call: Call) -> Shapes:
+    (_, width), (ranks,) = call.shape(0), call.shape(1)
+    call.same_dims(ranks, call.mesh.ep, "sizes and ranks of the group")
+    return ((("G", width), call.dtype(0)),)
+
+
+def _reduce_scatter_shape(call: Call) -> Shapes:
+    (rows, width), (ranks,) = call.shape(0), call.shape(1)
+    call.same_dims(rows, "G", "rows and rows gathered")
+    call.same_dims(ranks, call.mesh.ep, "sizes and ranks of the group")
+    return ((("S" if call.mesh.split_parts > 1 else "T", width), call.dtype(0)),)
+
+
+def _same_value(call: Call) -> Shapes:
+    return ((call.shape(0), call.dtype(0)),)
+
+
+def _wait_place(call: Call, axis: str, places: Places) -> Places:
+    return places
+
+
+def _collective(
+    name: str,
+    args: tuple[str, ...],
+    shape: ShapeRule,
+    place: PlaceRule,
+    *attrs: str,
+    relayout: LayoutRule | None = None,
+) -> None:
+    register(Op(name, args, shape, place, (*attrs, "group"), effects=frozenset({"comm"}), relayout=relayout))
+
+
+_collective("exchange_counts", ("i64",), _counts_shape, _out_place, "table")
+_collective("all_to_all.start", ("float", "i64", "i64"), _all_to_all_shape, _all_to_all_place, "table", "back")
+register(Op("all_to_all.wait", ("float",), _same_value, _wait_place))
+_collective("exchange_sizes", ("any",), _sizes_shape, _sizes_place)
+_collective("all_gather_rows", ("any", "i64"), _gather_rows_shape, _gather_rows_place)
+_collective("reduce_scatter_rows", ("float", "i64"), _reduce_scatter_shape, _reduce_scatter_place)
+_collective("all_reduce", ("float",), _same_value, _all_reduce_place)
+_collective("all_gather", ("float",), _all_gather_shape, _all_gather_place, "dim")
+_collective("relayout", ("float",), _relayout_shape, _not_per_axis, "to", "how", "parts", relayout=_relayout_layout)

@@ -1,32 +1,35 @@
 """Routing and expert operations of the table in `moec.ops`.
 
 Rows of a routing table lie `home` (the rank of their token) or at their `expert`; the rules below let only the
-exchange move them and only `combine` end them.
+exchange move them and only `combine` end them. At their expert's rank they lie as they arrived (`expert`) or expert by
+expert (`grouped`), which is what the experts' products read.
 """
 
 from __future__ import annotations
 
 from moec.ir import Dim, Partial, Placed, Replicate, Routed, Shard
-from moec.ops import Call, Op, Places, like_first, local_dim, refuse, register, rowwise
-
-Shapes = tuple[tuple[tuple[Dim, ...], str], ...]
+from moec.ops import Call, Op, Places, Shapes, like_first, local_dim, refuse, register, rows_and_param
 
 
-def held(call: Call, table: str) -> Dim:
-    """Experts on this rank under a placement table: a number, or M where ranks differ."""
-    placement = call.placements[table]
+def held(call: Call) -> Dim:
+    """Experts on this rank under the placement table: a number, or M where ranks differ."""
+    placement = call.placement()
     return placement.counts[0] if placement.is_even else "M"
 
 
 def _router_shape(call: Call) -> Shapes:
-    call.same_dims(call.shape(0)[1], call.shape(1)[1], "hidden dims")
-    return (((call.shape(0)[0], call.shape(1)[0]), "fp32"),)
+    (rows, hidden), (num_experts, width) = call.shape(0), call.shape(1)
+    call.same_dims(hidden, width, "hidden dims")
+    return (((rows, num_experts), "fp32"),)
 
 
 def _route_shape(call: Call) -> Shapes:
     rows, num_experts = call.shape(0)
     if len(call.types) == 2:
-        call.same_dims(num_experts, call.shape(1)[0], "experts and selection biases")
+        (biases,) = call.shape(1)
+        call.same_dims(num_experts, biases, "experts and selection biases")
+    if call.attrs["table"] in call.placements:
+        call.same_dims(num_experts, call.placement().num_experts, "experts routed to and experts placed")
     top, groups, keep = (call.attrs[name] for name in ("top", "groups", "keep"))
     count = local_dim(num_experts, "number of experts")
     call.require(count % groups == 0 and keep <= groups, f"{count} experts in {groups} groups of which {keep} are kept")
@@ -56,11 +59,11 @@ def _moe_place(call: Call, axis: str, places: Places) -> Places:
 
 
 def _dispatch_shape(call: Call) -> Shapes:
-    call.same_dims(call.shape(0)[0], call.shape(1)[0], "rows of tokens and of ids")
-    table, local = call.attrs["table"], call.attrs["local"]
-    rows: Dim = "R" if local else "P"
-    slots: Dim = held(call, table) if local else call.placements[table].num_experts
-    return (((rows, call.shape(0)[1]), call.dtype(0)), ((slots,), "i64"), ((rows,), "i64"))
+    (tokens, width), (routed, _) = call.shape(0), call.shape(1)
+    call.same_dims(tokens, routed, "rows of tokens and of ids")
+    rows: Dim = "R" if call.attrs["local"] else "P"
+    slots: Dim = held(call) if call.attrs["local"] else call.placement().num_experts
+    return (((rows, width), call.dtype(0)), ((slots,), "i64"), ((rows,), "i64"))
 
 
 def _dispatch_place(call: Call, axis: str, places: Places) -> Places:
@@ -68,7 +71,7 @@ def _dispatch_place(call: Call, axis: str, places: Places) -> Places:
     x, ids = places
     if x == ids and axis == "ep":
         if local and x == Replicate():
-            return (Routed(table, "expert"),) * 3
+            return (Routed(table, "grouped"),) * 3
         if not local and x == Shard(0):
             return (Routed(table, "home"),) * 3
     elif x == ids and x in (Replicate(), Shard(0)):
@@ -77,25 +80,45 @@ def _dispatch_place(call: Call, axis: str, places: Places) -> Places:
 
 
 def _group_shape(call: Call) -> Shapes:
-    rows, width = call.shape(0)
-    return (((rows, width), call.dtype(0)), ((call.shape(1)[1],), "i32"), ((rows,), "i64"))
+    (rows, width), (_, experts) = call.shape(0), call.shape(1)
+    call.same_dims(rows, "R", "rows and rows received")
+    return (((rows, width), call.dtype(0)), ((experts,), "i32"), ((rows,), "i64"))
 
 
-def _at_expert(call: Call, axis: str, places: Places) -> Places:
-    """All arguments lie alike, and on the ep axis at their experts."""
-    if len(set(places)) == 1 and (axis != "ep" or _is_at(places[0], "expert")) and places[0] != Partial():
-        return (places[0],) * call.op.num_results
+def _group_place(call: Call, axis: str, places: Places) -> Places:
+    """Rows as they arrived become rows expert by expert."""
+    rows, recv = places
+    if axis == "ep" and isinstance(rows, Routed) and rows.at == "expert" and recv == rows:
+        return (Routed(rows.table, "grouped"),) * 3
+    if axis != "ep" and rows == recv and rows in (Replicate(), Shard(0)):
+        return (rows,) * 3
     raise refuse(call, axis, places)
 
 
-def _is_at(place: object, where: str) -> bool:
-    return isinstance(place, Routed) and place.at == where
+def _ungroup_shape(call: Call) -> Shapes:
+    (rows, _), (permuted,) = call.shape(0), call.shape(1)
+    call.same_dims(rows, permuted, "rows and permutation")
+    return like_first(call)
 
 
 def _ungroup_place(call: Call, axis: str, places: Places) -> Places:
     rows, perm = places
-    if rows == perm or (rows == Partial() and perm == Replicate()):
+    if axis == "ep" and isinstance(rows, Routed) and rows.at == "grouped" and perm == rows:
+        return (Routed(rows.table, "expert"),)
+    if axis != "ep" and (rows == perm or (rows == Partial() and perm == Replicate())):
         return (rows,)
+    raise refuse(call, axis, places)
+
+
+def _offsets_shape(call: Call) -> Shapes:
+    (experts,) = call.shape(0)
+    return (((experts,), "i32"),)
+
+
+def _offsets_place(call: Call, axis: str, places: Places) -> Places:
+    (counts,) = places
+    if counts in (Replicate(), Shard(0)) if axis != "ep" else isinstance(counts, Routed) and counts.at == "grouped":
+        return places
     raise refuse(call, axis, places)
 
 
@@ -113,7 +136,7 @@ def _grouped_gate_up_shape(call: Call) -> Shapes:
 
 def _grouped_place(call: Call, axis: str, places: Places) -> Places:
     rows, offsets, w = places
-    if _is_at(rows, "expert") and offsets == rows and isinstance(rows, Routed) and w == Placed(rows.table):
+    if isinstance(rows, Routed) and rows.at == "grouped" and offsets == rows and w == Placed(rows.table):
         return (rows,)
     if rows == offsets and rows in (Replicate(), Shard(0)) and w == Replicate() and axis != "ep":
         return (rows,)
@@ -124,16 +147,24 @@ def _grouped_place(call: Call, axis: str, places: Places) -> Places:
     raise refuse(call, axis, places)
 
 
+def _grouped_gate_up_place(call: Call, axis: str, places: Places) -> Places:
+    (place,) = _grouped_place(call, axis, places)
+    if place == Partial():
+        raise refuse(call, axis, places, "the activation of a part of a sum is no part of the activation")
+    return (place,)
+
+
 def _combine_shape(call: Call) -> Shapes:
-    call.same_dims(call.shape(0)[0], call.shape(1)[0], "rows and order")
-    return (((call.shape(2)[0], call.shape(0)[1]), call.dtype(0)),)
+    (rows, width), (pairs,), (tokens, _) = (call.shape(i) for i in range(3))
+    call.same_dims(rows, pairs, "rows and order")
+    return (((tokens, width), call.dtype(0)),)
 
 
 def _combine_place(call: Call, axis: str, places: Places) -> Places:
     rows, order, weights = places
     table = call.attrs["table"]
     if axis == "ep":
-        if call.attrs["local"] and rows == order == Routed(table, "expert") and weights == Replicate():
+        if call.attrs["local"] and rows == order == Routed(table, "grouped") and weights == Replicate():
             return (Partial(),)
         if not call.attrs["local"] and rows == order == Routed(table, "home") and weights == Shard(0):
             return (Shard(0),)
@@ -143,14 +174,15 @@ def _combine_place(call: Call, axis: str, places: Places) -> Places:
 
 
 ROUTE = ("score", "top", "groups", "keep", "renormalize", "scale", "table")
+GROUPED = ("float", "i32", "float")
 
-register(Op("router_logits", _router_shape, rowwise, num_args=(2, 2)))
-register(Op("route", _route_shape, rowwise, ROUTE, (1, 2), num_results=2))
-register(Op("moe", _moe_shape, _moe_place, ("table",), (6, 6), kernels=()))
-register(Op("dispatch", _dispatch_shape, _dispatch_place, ("table", "local"), (2, 2), num_results=3))
-register(Op("offsets", lambda call: ((call.shape(0), "i32"),), _at_expert))
-register(Op("group_rows", _group_shape, _at_expert, num_args=(2, 2), num_results=3))
-register(Op("ungroup_rows", like_first, _ungroup_place, num_args=(2, 2)))
-register(Op("grouped_linear", _grouped_shape, _grouped_place, num_args=(3, 3)))
-register(Op("grouped_gate_up", _grouped_gate_up_shape, _grouped_place, num_args=(3, 3), kernels=("torch", "triton")))
-register(Op("combine", _combine_shape, _combine_place, ("table", "local"), (3, 3)))
+register(Op("router_logits", ("float", "float"), _router_shape, rows_and_param))
+register(Op("route", ("fp32", "fp32"), _route_shape, rows_and_param, ROUTE, num_optional=1, num_results=2))
+register(Op("moe", ("float", "i64", "fp32", *("float",) * 3), _moe_shape, _moe_place, ("table",), kernels=()))
+register(Op("dispatch", ("float", "i64"), _dispatch_shape, _dispatch_place, ("table", "local"), num_results=3))
+register(Op("offsets", ("i64",), _offsets_shape, _offsets_place))
+register(Op("group_rows", ("float", "i64"), _group_shape, _group_place, num_results=3))
+register(Op("ungroup_rows", ("float", "i64"), _ungroup_shape, _ungroup_place))
+register(Op("grouped_linear", GROUPED, _grouped_shape, _grouped_place))
+register(Op("grouped_gate_up", GROUPED, _grouped_gate_up_shape, _grouped_gate_up_place, kernels=("torch", "triton")))
+register(Op("combine", ("float", "i64", "fp32"), _combine_shape, _combine_place, ("table", "local")))

@@ -1,0 +1,54 @@
+"""What each attribute of an operation may say: one rule per name, whatever operation carries it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_yarn(value: Any) -> bool:
+    return value is None or (isinstance(value, tuple) and len(value) == 6 and all(map(_is_number, value)))
+
+
+def _one_of(*words: str) -> Callable[[Any], bool]:
+    return lambda value: value in words
+
+
+ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "back": ("true or false", lambda value: isinstance(value, bool)),
+    "dim": ("a dim", lambda value: type(value) is int and value >= 0),
+    "eps": ("a number", _is_number),
+    "form": ("expanded or absorbed", _one_of("expanded", "absorbed")),
+    "group": ("a group's name", lambda value: isinstance(value, str)),
+    "groups": ("a count", _is_count),
+    "head_dim": ("a count", _is_count),
+    "how": ("keep, slice or gather", _one_of("keep", "slice", "gather")),
+    "keep": ("a count", _is_count),
+    "local": ("true or false", lambda value: isinstance(value, bool)),
+    "pairs": ("halves or interleaved", _one_of("halves", "interleaved")),
+    "parts": ("a count", _is_count),
+    "renormalize": ("true or false", lambda value: isinstance(value, bool)),
+    "scale": ("a number", _is_number),
+    "score": ("softmax or sigmoid", _one_of("softmax", "sigmoid")),
+    "sizes": ("two counts", lambda value: isinstance(value, tuple) and len(value) == 2 and all(map(_is_count, value))),
+    "table": ("a table's name", lambda value: isinstance(value, str)),
+    "theta": ("a number", _is_number),
+    "to": ("experts or attention", _one_of("experts", "attention")),
+    "top": ("a count", _is_count),
+    "value": ("a count", _is_count),
+    "yarn": ("none or six numbers", _is_yarn),
+}
+
+
+def attribute_fault(name: str, value: Any) -> str:
+    """What is wrong with an attribute, or the empty string."""
+    wanted, holds = ATTRIBUTES[name]
+    return "" if holds(value) else f"{name} is {value}, not {wanted}"
