@@ -36,8 +36,17 @@ HINTS = {
 @cache
 def language() -> Lark:
     """The parser tables of moe.lark. A test builds them with `strict=True` too, which needs a package users do not."""
-    text = resources.files("moec.grammar").joinpath("moe.lark").read_text("utf-8")
-    return Lark(text, parser="lalr", lexer="basic", start=["program", "override"], propagate_positions=True)
+    return Lark(_grammar(), parser="lalr", lexer="basic", start=["program", "override"], propagate_positions=True)
+
+
+@cache
+def _lexer() -> Lark:
+    """The same terminals without a parser, and with nothing ignored: the formatter needs comments and line ends."""
+    return Lark(re.sub("^%ignore.*$", "", _grammar(), flags=re.M), parser=None, lexer="basic", start=["program"])
+
+
+def _grammar() -> str:
+    return resources.files("moec.grammar").joinpath("moe.lark").read_text("utf-8")
 
 
 @cache
@@ -93,9 +102,9 @@ def _lex(source: SourceFile, start: int, errors: list[Diagnostic]) -> Iterator[T
     while position < len(text) and len(errors) < MAX_ERRORS:
         base = position
         try:
-            for token in language().lex(text[base:], dont_ignore=True):
+            for token in _lexer().lex(text[base:]):
                 token.start_pos = base + (token.start_pos or 0)
-                position = token.start_pos + len(token)
+                token.end_pos = position = token.start_pos + len(token)
                 yield token
             return
         except UnexpectedCharacters as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TypeVar
 
 from moec.checked import MeshSpec, Model, Plan
@@ -142,7 +143,7 @@ class _Scope:
         views: dict[str, Span] = {}
         for name, node, values in self._of("cluster"):
             clusters[name] = check_cluster(node, values) if isinstance(node, ast.Cluster) else None
-        clusters.setdefault("localhost", _localhost(self.problems))
+        clusters.setdefault("localhost", _localhost())
         for name, node, values in self._of("model"):
             models[name] = check_model(node, values) if isinstance(node, ast.Model) else None
         for name, node, values in self._of("mesh"):
@@ -193,11 +194,11 @@ class _Scope:
         self.problems.add("E0212", f"{what} is not used", at, help="use it, or remove it")
 
 
-def _localhost(problems: Problems) -> Cluster | None:
+@cache
+def _localhost() -> Cluster | None:
     """Where a mesh without a cluster sits."""
-    source = shipped_file("cluster", "localhost")
-    node = next(d for d in parse(source).declarations if isinstance(d, ast.Cluster))
-    return check_cluster(node, Values((), problems))
+    node = next(d for d in parse(shipped_file("cluster", "localhost")).declarations if isinstance(d, ast.Cluster))
+    return check_cluster(node, Values((), Problems()))
 
 
 def _whole(checked: Mapping[str, T | None]) -> dict[str, T]:

@@ -106,7 +106,7 @@ def _join(model: Model, mesh: MeshSpec, run: Span, values: Values) -> None:
 def _divide(
     code: str, what: str, size: int, axis: str, mesh: MeshSpec, declared: Span, run: Span, values: Values
 ) -> bool:
-    degree = getattr(mesh, axis)
+    degree: int = getattr(mesh, axis)
     if size % degree:
         also = [Label(declared, "declared here")]
         message = f"{what} cannot be split over {axis}({degree})"
