@@ -101,7 +101,7 @@ def tensor_key(name: str) -> tuple[str, tuple[int, ...]]:
 def _targets(family: str, patterns: dict[str, Any]) -> Iterator[tuple[str, Target]]:
     for pattern, written in patterns.items():
         key, numbers = _key(family, pattern)
-        targets = [written] if isinstance(written, str) else written
+        targets = written if isinstance(written, list) else [written]
         matches = [_TARGET.fullmatch(target) for target in targets if isinstance(target, str)]
         good = len(matches) == len(targets) > 0 and None not in matches
         _check(family, good, f"tensor `{pattern}` has no parameter names on its right")

@@ -95,9 +95,9 @@ def _notes(config: dict[str, Any], family: Family, model: Model, checkpoint: Che
         quantization = config["quantization_config"]
         kind = f"{quantization['quant_method']} {quantization['fmt']}"
         notes.append(
-            f"The weights are {kind}, which moec does not read yet: this file compiles and counts as {model.dtype}."
+            f"The published weights are {kind}, which moec does not read yet; counted and compiled as {model.dtype}."
         )
     extra = next((config[key] for key in family.extra_layer_keys if config.get(key)), 0)
     if extra:
-        notes.append(f"{extra} multi-token-prediction layers are left out.")
+        notes.append(f"Layers of multi-token prediction, left out: {extra}.")
     return notes

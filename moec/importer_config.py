@@ -142,8 +142,9 @@ class ConfigReader:
         return self._typed(key, found, kind)
 
     def _find(self, keys: list[str]) -> tuple[str, Any]:
-        """The first of several spellings that is there; where two are, they must agree."""
-        found = [key for key in keys if key in self.config]
+        """The first of several spellings that is there and not null; where two are, they must agree."""
+        given = [key for key in keys if key in self.config]
+        found = [key for key in given if self.config[key] is not None] or given
         self.used |= set(keys)
         if len({_brief(self.config[key]) for key in found}) > 1:
             self.refuse(found[1], f"differs from `{found[0]}`")

@@ -27,25 +27,26 @@ def _model(model: Model) -> str:
         f"hidden = {model.hidden}",
         f"vocab = {model.vocab}",
         f"norm = rms(eps = {number(model.norm_eps)})",
-        f"rotary = {_rotary(model.rotary)}",
         f"head = {'tied' if model.tied else 'untied'}",
         f"dtype = {model.dtype}",
     ]
     if model.weights is not None:
         settings.append(f'weights = huggingface("{model.weights}")')
+    settings.append(f"rotary = {_rotary(model.rotary)}")  # last: with YaRN it takes several lines
     attention = model.layers[0].attention
     blocks = [[f"attention {attention.name} = {_attention(attention)}"], *_moe(model.layers), _layers(model.layers)]
-    lines = "\n\n".join(_indent(block) for block in [settings, *blocks])
+    lines = "\n\n".join(_indent(block) for block in [_aligned(settings), *blocks])
     return f"model {model.name} {{\n{lines}\n}}"
 
 
 def _rotary(rotary: Rotary) -> str:
     arguments = [f"theta = {number(rotary.theta)}", f"pairs = {rotary.pairs}"]
-    if (yarn := rotary.yarn) is not None:
-        fields = ("factor", "original", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-        scaling = ", ".join(f"{field} = {number(getattr(yarn, field))}" for field in fields)
-        arguments.append(f"scaling = yarn({scaling})")
-    return f"rope({', '.join(arguments)})"
+    if (yarn := rotary.yarn) is None:
+        return f"rope({', '.join(arguments)})"
+    fields = ("factor", "original", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    scaling = ", ".join(f"{field} = {number(getattr(yarn, field))}" for field in fields)
+    lines = [*arguments, f"scaling = yarn({scaling})"]
+    return "rope(\n" + "".join(f"    {line},\n" for line in lines) + "  )"
 
 
 def _attention(attention: Gqa | Mla) -> str:
@@ -77,7 +78,7 @@ def _router(router: Router) -> list[str]:
     settings.append(f"renormalize = {'true' if router.renormalize else 'false'}")
     if router.scale != 1:
         settings.append(f"scale = {number(router.scale)}")
-    return [f"router {router.name} {{", *(f"  {setting}" for setting in settings), "}"]
+    return [f"router {router.name} {{", *(f"  {setting}" for setting in _aligned(settings)), "}"]
 
 
 def _experts(experts: Experts) -> str:
@@ -86,12 +87,11 @@ def _experts(experts: Experts) -> str:
 
 def _layers(layers: Sequence[Layer]) -> list[str]:
     """One line for each kind of layer, in order of its first layer."""
-    kinds = {id(layer): layer for layer in layers}
-    lines = []
-    for layer in kinds.values():
-        where = layer_ranges([index for index, other in enumerate(layers) if other is layer])
-        lines.append(f"layers {where} {{ {layer.attention.name} {_ffn(layer)} }}")
-    return lines
+    kinds = {id(layer): layer for layer in layers}.values()
+    places = [layer_ranges([i for i, other in enumerate(layers) if other is layer]) for layer in kinds]
+    width = max(map(len, places))
+    blocks = [f"{{ {layer.attention.name}  {_ffn(layer)} }}" for layer in kinds]
+    return [f"layers {place:<{width}} {block}" for place, block in zip(places, blocks, strict=True)]
 
 
 def _ffn(layer: Layer) -> str:
@@ -130,17 +130,24 @@ def _mesh(mesh: Degrees, cluster: str | None) -> str:
     place = f" on {cluster}" if cluster else ""
     attention = f"dp({mesh.dp}) * tp({mesh.tp})"
     experts = f"edp({mesh.edp}) * ep({mesh.ep}) * etp({mesh.etp})"
-    return f"mesh ranks{place} {{\n  attention = {attention}\n  experts = {experts}\n}}"
+    return f"mesh ranks{place} {{\n  attention = {attention}\n  experts   = {experts}\n}}"
 
 
 def _plan(model: str, context: int) -> str:
     lines = [
         f"run {model} on ranks",
         f"context = {context}",
-        f"prefill {{ tokens = {min(context, PREFILL_TOKENS)} exchange = flat }}",
-        f"decode {{ batch = {DECODE_BATCH} exchange = flat }}",
+        f"prefill {{ tokens = {min(context, PREFILL_TOKENS)}  exchange = flat }}",
+        f"decode  {{ batch = {DECODE_BATCH}  exchange = flat }}",
     ]
     return "plan serve {\n" + _indent(lines) + "\n}"
+
+
+def _aligned(settings: Sequence[str]) -> list[str]:
+    """`key = value` lines with the `=` under each other."""
+    pairs = [setting.split(" = ", 1) for setting in settings]
+    width = max(len(key) for key, _ in pairs)
+    return [f"{key:<{width}} = {value}" for key, value in pairs]
 
 
 def _indent(lines: Iterable[str]) -> str:

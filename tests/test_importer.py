@@ -1,0 +1,214 @@
+"""Folder to `.moe`: exact counts, and a text that is formatted and that the checker reads as the same model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moec.checkpoint_family import family_of, load_family
+from moec.checkpoint_json import parse_json
+from moec.diagnostics import MoecError, SourceFile
+from moec.grammar.formatter import format_text
+from moec.importer import import_config, import_model, model_name
+from moec.importer_mesh import Degrees, parse_cluster, parse_mesh
+from moec.importer_text import layer_ranges, number
+from moec.parameters import count
+from moec.semantics import check
+from tests import micro_checkpoint as micro
+from tests.small_configs import model_of, plain, refusal
+
+ROOT = Path(__file__).resolve().parent.parent
+
+GOLDEN = ROOT / "tests" / "golden" / "import"
+
+COUNTED = ("mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3")
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_parameters_of_the_public_models_are_exact(name: str, shared: Path) -> None:
+    want = json.loads((shared / "data" / "parameter_counts.json").read_text())[name]
+    text = import_model(shared / "data" / "models" / f"{name}.json")
+    counts = count(check(SourceFile("it.moe", text)).plan().model)
+    assert counts.total == want["total"]
+    assert counts.active == want["active"]
+    assert counts.active_no_input_embed == want["active_no_input_embed"]
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"])
+def test_the_shipped_models_are_the_imported_ones(name: str, shared: Path) -> None:
+    shipped = ROOT / "specs" / "models" / f"{name.replace('-', '_')}.moe"
+    written = check(SourceFile(str(shipped), shipped.read_text())).plan().model
+    path = shared / "data" / "models" / f"{name}.json"
+    config = parse_json(path.read_bytes())
+    imported = import_config(config, family_of(config, path), path, weights=written.weights)
+    assert plain(written) == plain(imported)
+
+
+def test_models_of_other_families_are_refused(shared: Path) -> None:
+    refused = 0
+    for path in sorted((shared / "data" / "models").glob("*.json")):
+        if path.stem not in COUNTED:
+            with pytest.raises(MoecError) as caught:
+                import_model(path)
+            refused += caught.value.diagnostics[0].code == "E0720"
+    assert refused == 16
+
+
+@pytest.mark.parametrize("case", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
+def test_golden(case: Path, golden: Callable[[Path, str], None]) -> None:
+    """A config and the file it becomes, which is formatted, and which the checker reads as the same model."""
+    text = import_model(case, mesh="ep=2,etp=2")
+    golden(case.with_suffix(".moe"), text)
+    assert format_text(text) == text
+    config = parse_json(case.read_bytes())
+    want = import_config(config, family_of(config, case), case)
+    assert plain(check(SourceFile("it.moe", text)).plan().model) == plain(want)
+
+
+def test_every_golden_has_its_config() -> None:
+    assert {path.stem for path in GOLDEN.glob("*.moe")} == {path.stem for path in GOLDEN.glob("*.json")} != set()
+
+
+@pytest.mark.parametrize("mesh", [None, "ep=2", "tp=2", "dp=2,tp=2", "dp=2,edp=2,ep=1", "ep=3"])
+def test_a_folder_with_weights_imports_into_a_program_that_checks(mesh: str | None, tmp_path: Path) -> None:
+    folder = micro.write(tmp_path / "My Model-v0.1", max_position_embeddings=64, num_attention_heads=2, head_dim=2)
+    text = import_model(folder, mesh, output=tmp_path / "out" / "it.moe")
+    assert 'huggingface("../My Model-v0.1")' in text or f'huggingface("{folder}")' in text
+    plan = check(SourceFile("it.moe", text)).plan()
+    assert plan.model.name == "my_model_v0_1"
+    assert plan.context == 64
+    want = parse_mesh(mesh)
+    spec = plan.mesh
+    assert (spec.dp, spec.tp, spec.edp, spec.ep, spec.etp) == (want.dp, want.tp, want.edp, want.ep, want.etp)
+
+
+def test_the_weights_path_is_relative_to_the_file_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    micro.write(Path("models/a"))
+    assert 'huggingface("models/a")' in import_model(Path("models/a"))
+    assert 'huggingface("../models/a")' in import_model(Path("models/a"), output=Path("out/a.moe"))
+    assert 'huggingface("a")' in import_model(Path("models/a"), output=Path("models/a.moe"))
+    absolute = (tmp_path / "models/a").resolve()
+    assert f'huggingface("{absolute}")' in import_model(absolute, output=Path("out/a.moe"))
+
+
+def test_a_config_alone_has_no_weights(tmp_path: Path) -> None:
+    folder = micro.write(tmp_path)
+    (folder / "model.safetensors").unlink()
+    for path in (folder, folder / "config.json"):
+        text = import_model(path)
+        assert "weights = huggingface(" not in text.replace("`weights = huggingface(", "")
+        assert check(SourceFile("it.moe", text)).plan().model.weights is None
+
+
+def test_weights_that_do_not_fit_are_refused_at_import(tmp_path: Path) -> None:
+    with pytest.raises(MoecError) as caught:
+        import_model(micro.write(tmp_path, num_local_experts=3))
+    assert caught.value.diagnostics[0].code == "E0741"
+
+
+def test_the_dtype_is_the_configs_or_the_weights(tmp_path: Path) -> None:
+    assert model_of("mixtral", torch_dtype="bfloat16").dtype == "bf16"
+    assert model_of("mixtral", torch_dtype=None, dtype="float16").dtype == "fp16"
+    tensors = {name: ("BF16", shape) for name, (_, shape) in micro.shapes().items()}
+    assert "dtype   = bf16" in import_model(micro.write(tmp_path, tensors, torch_dtype=None))
+
+    assert "E0721" in refusal("mixtral", torch_dtype="float8_e4m3fn")
+
+
+def test_import_does_not_load_torch(tmp_path: Path) -> None:
+    folder = micro.write(tmp_path)
+    code = (
+        "import sys; from pathlib import Path; from moec.importer import import_model; import_model(Path(sys.argv[1]))"
+    )
+    code += "; sys.exit(any(name.partition('.')[0] in ('torch', 'numpy', 'transformers') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code, str(folder)], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("indices", "text"),
+    [
+        ([0], "0"),
+        ([0, 1], "0..1"),
+        ([0, 2], "0, 2"),
+        ([0, 2, 4], "0..4 step 2"),
+        ([1, 5], "1, 5"),
+        ([0, 1, 2, 4, 6, 8, 9], "0..2, 4..8 step 2, 9"),
+        ([3, 4, 5, 9], "3..5, 9"),
+    ],
+)
+def test_layer_ranges(indices: list[int], text: str) -> None:
+    assert layer_ranges(indices) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1e-6, "1e-6"), (1e-5, "1e-5"), (2.5, "2.5"), (1e6, "1000000"), (1.5e-10, "1.5e-10"), (0.707, "0.707")],
+)
+def test_numbers_are_short_and_exact(value: float, text: str) -> None:
+    assert number(value) == text and float(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        (None, Degrees()),
+        ("", Degrees()),
+        ("ep=2", Degrees(dp=2, ep=2)),
+        ("tp=2", Degrees(tp=2, ep=2)),
+        ("tp=2,etp=2", Degrees(tp=2, etp=2)),
+        ("ep=2,etp=2", Degrees(dp=2, tp=2, ep=2, etp=2)),
+        ("dp=2, tp=2", Degrees(dp=2, tp=2, ep=4)),
+        ("dp=2,edp=2,ep=1", Degrees(dp=2, edp=2)),
+    ],
+)
+def test_meshes(text: str | None, want: Degrees) -> None:
+    assert parse_mesh(text) == want
+    assert want.dp * want.tp == want.edp * want.ep * want.etp
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["ep", "ep=0", "ep=-1", "ep=two", "epp=2", "ep=2,ep=2", "pp=2", "dp=2,ep=3", "ep=2;etp=2", ",", "ep=9999999"],
+)
+def test_meshes_that_are_wrong_usage(text: str) -> None:
+    with pytest.raises(MoecError) as caught:
+        parse_mesh(text)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("text", ["", "dgx[0]", "dgx h100", "dgx[2", 'a"', "dgx[2]x"])
+def test_clusters_that_are_wrong_usage(text: str) -> None:
+    with pytest.raises(MoecError) as caught:
+        parse_cluster(text)
+    assert caught.value.exit_code == 2
+
+
+def test_a_cluster_needs_a_mesh(tmp_path: Path) -> None:
+    with pytest.raises(MoecError, match="without --mesh"):
+        import_model(micro.write(tmp_path), cluster="dgx_h100[4]")
+    text = import_model(tmp_path, mesh="ep=8", cluster="dgx_h100")
+    assert check(SourceFile("it.moe", text)).plan().mesh.ep == 8
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("Mixtral-8x7B-v0.1", "mixtral_8x7b_v0_1"),
+        ("a/deepseek-v3.json", "deepseek_v3"),
+        ("a/Tiny/config.json", "tiny"),
+        ("0123456789abcdef", "mixtral_0123456789abcdef"),
+        ("model", "model_model"),
+        ("模型", "mixtral"),
+        ("x" * 200, "x" * 56),
+    ],
+)
+def test_names_of_models(path: str, name: str) -> None:
+    assert model_name(Path(path), load_family("mixtral")) == name
