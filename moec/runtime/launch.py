@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from types import FrameType
 from typing import NoReturn
 
@@ -31,13 +30,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from moec.diagnostics import Diagnostic, MoecError
-from moec.runtime.launch_rank import Rank, die_with, start_rank
+from moec.runtime.launch_rank import Rank, die_with, join_timeout, start_rank
 from moec.runtime.launch_report import Report, died, encode_event, report_of
 from moec.runtime.launch_status import SLOT_BYTES, Status, read_place
 
 #: How long reports of lost peers may wait for the report of the rank that was lost.
 _ROOT_CAUSE_SECONDS = 2.0
-_JOIN_TIMEOUT = timedelta(seconds=30)
+JOIN_VARIABLE = "MOECjoin_timeout()"
 
 Main = Callable[[Rank], object]
 
@@ -216,12 +215,12 @@ class _Crew:
                 self.port,
                 None,
                 True,
-                _JOIN_TIMEOUT,
+                join_timeout(),
                 wait_for_workers=False,
                 master_listen_fd=self.listener.detach(),
             )
         self.listener.close()
-        return TCPStore("127.0.0.1", self.port, None, False, _JOIN_TIMEOUT, wait_for_workers=False)
+        return TCPStore("127.0.0.1", self.port, None, False, join_timeout(), wait_for_workers=False)
 
 
 @contextmanager

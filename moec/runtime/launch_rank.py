@@ -21,6 +21,7 @@ from moec.runtime.launch_status import Status
 
 #: Longest wait of one collective. Ranks may load weights at very different speeds; a dead peer is noticed at once.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+JOIN_VARIABLE = "MOEC_JOIN_TIMEOUT"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -94,3 +95,15 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
+
+
+def join_timeout() -> timedelta:
+    """How long ranks wait for each other at the start: MOEC_JOIN_TIMEOUT seconds, 30 when it is not set.
+
+    Raises:
+        MoecError: E0608, the variable is not a number.
+    """
+    text = os.environ.get(JOIN_VARIABLE, "30")
+    if not text.isdecimal():
+        raise fail("E0608", f"{JOIN_VARIABLE}={text} is not understood", "write a number of seconds")
+    return timedelta(seconds=int(text))

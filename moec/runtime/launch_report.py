@@ -24,6 +24,11 @@ _LOST = re.compile(
 )
 
 
+#: Errors every rank would report alike: naming one of them would mislead.
+_ABOUT_ALL = ("E0603", "E0605", "E0607")
+_COMPILER = ("E01", "E02", "E03", "E04", "E05")
+
+
 class PeerLost(MoecError):
     """A collective failed because a peer is gone or silent (E0602)."""
 
@@ -64,7 +69,9 @@ def report_of(error: BaseException, status: Status, world: int) -> Report:
     """The report of an exception that ended a rank. With MOEC_DEBUG set, the traceback goes to standard error first."""
     if os.environ.get(DEBUG_VARIABLE):
         traceback.print_exception(error, file=sys.stderr)
-    whom = f" ({describe_rank(status.rank, os.getpid(), status.place)})" if world > 1 else ""
+    code = error.diagnostics[0].code if isinstance(error, MoecError) else ""
+    is_own = world > 1 and code not in _ABOUT_ALL and not code.startswith(_COMPILER)
+    whom = f" ({describe_rank(status.rank, os.getpid(), status.place)})" if is_own else ""
     if is_peer_loss(error):
         message = f"rank {status.rank} lost its peers{status.place}: {first_line(error)}"
         return Report("E0602", message, derived=True)
@@ -92,7 +99,9 @@ def died(rank: int, pid: int, how: str, place: Place) -> Report:
 
 
 def first_line(error: BaseException) -> str:
-    return (str(error).strip() or "no message").splitlines()[0][:300]
+    """The first line of an error's message, without gloo's source position and advice."""
+    line = (str(error).strip() or "no message").splitlines()[0]
+    return re.sub(r"^\[/\S+\] ", "", line).partition(". This is typically")[0][:300]
 
 
 def encode_event(event: dict[str, object]) -> bytes:

@@ -1,0 +1,154 @@
+"""One rank of a run that torchrun (or Slurm) started. It finds its peers by the environment; of all ranks one reports.
+
+1. Every rank publishes its pid in the store at MASTER_ADDR:MASTER_PORT, which torchrun serves, or else rank 0.
+2. The world is held against the plan, and rank 0 waits for all ranks, so that a missing one is named.
+3. A rank that fails claims the right to print in the store; the first claim wins, the others are silent. A rank that
+   only lost its peers first looks whether a peer's process is gone, and then speaks for it.
+4. A thread follows the peers' fate and the signals (torchrun stops the other ranks by SIGTERM as soon as one is dead),
+   since the main thread may sit in a collective that never ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from moec.diagnostics import EXIT_PEER, MoecError, fail
+from moec.runtime.launch import Stopped
+from moec.runtime.launch_peers import Peers, connect, read_seat
+from moec.runtime.launch_rank import Rank, die_with, start_rank
+from moec.runtime.launch_report import Report, died, report_of
+from moec.runtime.launch_status import Status
+
+#: How long a rank that lost its peers waits for the rank that knows why.
+_CLAIM_SECONDS = 1.0
+#: How often a rank looks whether its peers are alive and silent.
+_WATCH_SECONDS = 0.25
+#: How long a rank that is done and serves the store waits for slower ranks to be done.
+_LINGER_SECONDS = 30.0
+
+
+def is_started_by_torchrun() -> bool:
+    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
+
+
+def run_as_rank(work: Callable[[Callable[[int, str, str], Rank]], object]) -> NoReturn:
+    """Run `work(start)` as one rank, report what goes wrong, and end the process.
+
+    `work` prepares, then calls `start(world, mesh, kind)` with the plan's number of ranks, its mesh in words and the
+    kind of device to get its `Rank`.
+    """
+    status, peers = Status(), None
+    try:
+        seat = read_seat(os.environ)
+        status = Status(seat.rank)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            die_with(os.getppid())  # torchrun killed by SIGKILL leaves its ranks alive
+        status.enter("init")
+        store = connect(seat)
+        peers = Peers(seat, store)
+        _watch(Peers(seat, connect(seat, may_serve=False)), status)
+        base = PrefixStore("torch", store) if store is not None else None
+
+        def start(world: int, mesh: str, kind: str) -> Rank:
+            plan = f"{world} rank{'s' * (world != 1)} ({mesh})"
+            if seat.world != world:
+                again = f"start it with torchrun --nproc-per-node {world}"
+                raise fail("E0603", f"plan wants {plan}, got {seat.world}", again)
+            assert peers is not None
+            peers.wait_for_all(plan)
+            return start_rank(seat.rank, world, (seat.local_rank, seat.local_world), kind, base, status)
+
+        work(start)
+        sys.stdout.flush()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        peers.leave(_LINGER_SECONDS)
+        _end(0)
+    except BrokenPipeError:
+        if peers is not None:
+            peers.claim("closed")
+        _end(0)
+    except BaseException as error:
+        _end(_report(error, status, peers))
+
+
+def _report(error: BaseException, status: Status, peers: Peers | None) -> int:
+    """Print the line of the run if it is this rank's to print. Gives the exit code."""
+    report = report_of(error, status, peers.seat.world if peers else 1)
+    code = error.exit_code if isinstance(error, MoecError) else report.diagnostic.exit_code
+    if peers is None:
+        _print(report)
+        return code
+    try:
+        return _report_lost(report, status, peers) if report.derived else _report_own(report, code, peers)
+    except RuntimeError:  # the store is gone, and with it rank 0, which served it: the next rank says so
+        if peers.seat.rank == 1:
+            _print(Report("E0601", f"rank 0 died{status.place}"))
+        return EXIT_PEER
+
+
+def _report_own(report: Report, code: int, peers: Peers) -> int:
+    if peers.claim():
+        _print(report)
+    peers.leave(_CLAIM_SECONDS + 1)
+    return code
+
+
+def _report_lost(report: Report, status: Status, peers: Peers) -> int:
+    """Speak for a peer that cannot; for the loss itself only when nobody knows why."""
+    deadline = time.monotonic() + _CLAIM_SECONDS
+    found = None
+    while not peers.claimed() and found is None and time.monotonic() < deadline:
+        found = peers.dead()
+        time.sleep(0.01)
+    if found is not None:
+        report = died(*found, "died", status.place)
+    if not peers.claimed() and peers.claim():
+        _print(report)
+    peers.leave(_CLAIM_SECONDS + 1)
+    return 0 if peers.claimed() == "closed" else EXIT_PEER
+
+
+def _print(report: Report) -> None:
+    sys.stdout.flush()
+    print(report.diagnostic.one_line(), file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _end(code: int) -> NoReturn:
+    """Leave without the exit handlers: a process group with a dead peer may wait in them."""
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _watch(peers: Peers, status: Status) -> None:
+    """Follow signals and the fate of the peers in a thread of its own: the main thread may sit in a collective."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: None)  # the wakeup descriptor wants a handler
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        lost = Report("E0602", f"rank {status.rank} lost its peers", derived=True)
+        with contextlib.suppress(RuntimeError):  # without a store, only signals are left to follow
+            while not select.select([read_end], [], [], _WATCH_SECONDS)[0]:
+                if peers.claimed() or peers.dead() is not None:
+                    _end(_report_lost(lost, status, peers))
+        stopped = Stopped(os.read(read_end, 1)[0])
+        lost = Report("E0606", stopped.diagnostics[0].message, derived=True)
+        with contextlib.suppress(RuntimeError):
+            _report_lost(lost, status, peers)
+        _end(stopped.exit_code)
+
+    threading.Thread(target=watch, daemon=True).start()
