@@ -41,8 +41,10 @@ def check_model(node: ast.Model, values: Values) -> Model | None:
     dtype = fields.choice("dtype", ("bf16", "fp16", "fp32"), "bf16")
     weights = _weights(fields)
     parts = _declare(node, values, hidden)
+    found = len(values.problems.found)
     layers = _layers(node, values, parts)
-    _report_unused(parts, values)
+    if len(values.problems.found) == found:
+        _report_unused(parts, values)
     if len(values.problems.found) > before or hidden is None or vocab is None or norm_eps is None:
         return None
     if rotary is None or head is None or dtype is None or layers is None:
@@ -140,9 +142,6 @@ def _layer(node: ast.Layers, values: Values, parts: _Parts) -> Layer | None:
         span = node.blocks[2].span if len(node.blocks) > 2 else node.where.span
         help = "write it like `layers 0..31 { attention  moe(router, experts) }`"
         values.problems.add("E0216", "a layer is an attention and a feed-forward block", span, help=help)
-        for block in node.blocks:  # what is named here counts as used
-            names = [block] if isinstance(block, ast.Name) else [a.value for a in block.arguments]
-            parts.used.update(n.id for n in names if isinstance(n, ast.Name))
         return None
     attention = _part(node.blocks[0], ast.Attention, values, parts)
     ffn = _ffn(node.blocks[1], values, parts)
@@ -163,7 +162,6 @@ def _part(node: ast.Expression, kind: type[Part], values: Values, parts: _Parts)
     if part is None:
         help = did_you_mean(node.id, of_kind) or f"declare {wanted} named `{node.id}` in this model"
         values.problems.add("E0201", f"unknown name `{node.id}`", node.span, f"{wanted} is wanted here", help)
-        parts.used.update(of_kind if len(of_kind) == 1 else ())  # the one that was probably meant
         return None
     parts.used.add(node.id)
     if not isinstance(part, kind):

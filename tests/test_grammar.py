@@ -78,7 +78,10 @@ def test_spans_cover_what_was_written() -> None:
     assert isinstance(model, ast.Model)
     assert model.span.text.startswith("model deepseek_v3 {") and model.span.text.endswith("}")
     attention = next(i for i in model.items if isinstance(i, ast.Attention))
-    assert attention.value.span.text == "mla(heads = 128, q_rank = 1536, kv_rank = 512, nope = 128, rope = 64, value = 128)"
+    assert (
+        attention.value.span.text
+        == "mla(heads = 128, q_rank = 1536, kv_rank = 512, nope = 128, rope = 64, value = 128)"
+    )
     assert attention.span.where == "case.moe:9:3"
 
 
@@ -92,7 +95,9 @@ def test_a_reserved_word_is_never_a_name(word: str) -> None:
     assert tree(f"const {word}x = 3") and tree(f"const x{word} = 3") and tree(f"const {word}_1 = 3")
 
 
-@pytest.mark.parametrize("name", ["top", "mesh1", "expert", "in_", "topk_router", "experts2", "us_", "e6", "_", "per_rank"])
+@pytest.mark.parametrize(
+    "name", ["top", "mesh1", "expert", "in_", "topk_router", "experts2", "us_", "e6", "_", "per_rank"]
+)
 def test_names_near_reserved_words(name: str) -> None:
     constant = tree(f"const {name} = 3").declarations[0]
     assert isinstance(constant, ast.Constant) and constant.name.id == name
@@ -104,7 +109,7 @@ def test_each_declaration_reports_its_own_mistake() -> None:
 
 
 def test_messages_never_show_terminal_names() -> None:
-    names = {t.name for t in language().terminals if not t.name.lower() == t.pattern.value} | {"__ANON", "$END"}
+    names = {t.name for t in language().terminals if t.name.lower() != t.pattern.value} | {"__ANON", "$END"}
     shown = re.compile(r"(?<![`\w])(" + "|".join(sorted(map(re.escape, names))) + r")(?![`\w])")
     for text in _mutants(DESIGN, 300):
         try:
@@ -190,7 +195,24 @@ def _mutants(text: str, count: int) -> list[str]:
     """Programs with a few tokens dropped, doubled, swapped or replaced by others."""
     source = SourceFile("case.moe", text)
     words = [str(t) for t in tokenise(source)]
-    spare = [*words, "{", "}", "(", ")", "..", "=", "-", "/", "0", "1e9", '"x"', "@", "\x00", "999999999999999999", "GiB"]
+    spare = [
+        *words,
+        "{",
+        "}",
+        "(",
+        ")",
+        "..",
+        "=",
+        "-",
+        "/",
+        "0",
+        "1e9",
+        '"x"',
+        "@",
+        "\x00",
+        "999999999999999999",
+        "GiB",
+    ]
     out = []
     for seed in range(count):
         rng = random.Random(seed)
@@ -214,7 +236,8 @@ BUILT = """
 const nodes = 2 * 1
 cluster box { devices = 2  memory = 80 GB  intra = link(10 GB/s, latency = 2 us)  compute = peak(bf16 = 1 TFLOP/s) }
 model m {
-  hidden = 64  vocab = 100  norm = rms(eps = 1e-6)  rotary = rope(theta = 1e4, scaling = yarn(factor = 4, original = 64))
+  hidden = 64  vocab = 100  norm = rms(eps = 1e-6)
+  rotary = rope(theta = 1e4, scaling = yarn(factor = 4, original = 64))
   attention a = gqa(heads = 4, kv_heads = 2)
   attention l = mla(heads = 4, q_rank = 8, kv_rank = 8, nope = 4, rope = 4, value = 4)
   router r { score = sigmoid  top = 2  groups = 4 keep 2  bias = frozen  scale = 2.5 }
