@@ -12,15 +12,16 @@ import pytest
 
 from moec.checkpoint_family import family_of, load_family
 from moec.checkpoint_json import parse_json
+from moec.checkpoint_map import open_sources
 from moec.diagnostics import MoecError, SourceFile
 from moec.grammar.formatter import format_text
 from moec.importer import import_config, import_model, model_name
 from moec.importer_mesh import Degrees, parse_cluster, parse_mesh
 from moec.importer_text import layer_ranges, number
-from moec.parameters import count
+from moec.parameters import count, logical_parameters
 from moec.semantics import check
 from tests import micro_checkpoint as micro
-from tests.small_configs import model_of, plain, refusal
+from tests.small_configs import DEEPSEEK, model_of, plain, refusal
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -112,6 +113,19 @@ def test_weights_that_do_not_fit_are_refused_at_import(tmp_path: Path) -> None:
     with pytest.raises(MoecError) as caught:
         import_model(micro.write(tmp_path, num_local_experts=3))
     assert caught.value.diagnostics[0].code == "E0741"
+
+
+def test_an_fp8_model_imports_and_is_refused_when_its_weights_are_wanted(tmp_path: Path) -> None:
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    config = DEEPSEEK | {"quantization_config": fp8, "dtype": "bfloat16"}
+    folder = micro.write(tmp_path, {"model.layers.1.mlp.experts.0.up_proj.weight": ("F8_E4M3", [6, 8])})
+    (folder / "config.json").write_text(json.dumps(config))
+    text = import_model(folder)
+    assert "fp8 e4m3, which moec does not read yet" in text and "weights = huggingface(" in text
+    shapes = logical_parameters(check(SourceFile("it.moe", text)).plan().model)
+    with pytest.raises(MoecError, match="fp8 weights are not read yet") as caught:
+        open_sources(folder, shapes)
+    assert caught.value.diagnostics[0].code == "E0743"
 
 
 def test_the_dtype_is_the_configs_or_the_weights(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -299,3 +301,31 @@ def test_a_tensor_of_no_values_is_read(tmp_path: Path) -> None:
     table = Placement((tuple(range(11)), ()))
     param = Param(("layers.0.experts.gate",), (11, 28, 48), "fp32", Layout("experts", (("ep", Placed("routed")),)))
     assert one(sources, param, Mesh(dp=2, ep=2), 1, {"routed": table}).shape == (0, 28, 48)
+
+
+SLICE_SCRIPT = """
+import resource, sys
+import torch
+from pathlib import Path
+from moec.checkpoint_map import Block
+from moec.runtime.weights_reader import ShardReader
+
+def peak_mib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+before = peak_mib()
+target = torch.empty(4096, 4096)
+with ShardReader(Path(sys.argv[1])) as reader:
+    block = Block("w", "w.safetensors", "F32", (4096, 16384), 0)
+    reader.read(block, range(4096), range(4096, 8192), target)
+print(peak_mib() - before)
+"""
+
+
+def test_a_quarter_of_the_columns_costs_a_quarter_of_the_memory(tmp_path: Path) -> None:
+    """64 MiB are kept of 256 MiB; a memory map of the file would hold all of them."""
+    with (tmp_path / "w.safetensors").open("wb") as file:
+        file.truncate(256 << 20)
+    run = [sys.executable, "-c", SLICE_SCRIPT, str(tmp_path)]
+    grown = float(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
+    assert 60 < grown < 64 + 8 + 24
