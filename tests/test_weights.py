@@ -304,14 +304,15 @@ def test_a_tensor_of_no_values_is_read(tmp_path: Path) -> None:
 
 
 SLICE_SCRIPT = """
-import resource, sys
+import sys
 import torch
 from pathlib import Path
 from moec.checkpoint_map import Block
 from moec.runtime.weights_reader import ShardReader
 
 def peak_mib():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    status = Path("/proc/self/status").read_text()  # ru_maxrss would count the parent before exec
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 before = peak_mib()
 target = torch.empty(4096, 4096)
@@ -328,4 +329,4 @@ def test_a_quarter_of_the_columns_costs_a_quarter_of_the_memory(tmp_path: Path) 
         file.truncate(256 << 20)
     run = [sys.executable, "-c", SLICE_SCRIPT, str(tmp_path)]
     grown = float(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
-    assert 60 < grown < 64 + 8 + 24
+    assert 64 < grown < 64 + 8 + 24
