@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import linecache
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ class Executor:
         self._weights = collect_weights(program, tensors, rank)
         self._kv, self._groups, self._rank = kv, groups or {}, rank
         self._status = status or Status(rank)
-        self._memo: dict[object, object] = {}
+        self._memo: dict[Hashable, Any] = {}
 
     @torch.inference_mode()
     def run(self, step: Step) -> Tensor:

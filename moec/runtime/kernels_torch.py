@@ -66,4 +66,4 @@ def merge_heads(ctx: Context, x_THd: Tensor) -> Tensor:
 
 def split(ctx: Context, x: Tensor, *, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Pieces of the last dim."""
-    return torch.split(x, sizes, dim=-1)
+    return torch.split(x, list(sizes), dim=-1)

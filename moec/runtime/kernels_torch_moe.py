@@ -187,19 +187,38 @@ def combine(
     num_pairs, num_rows = num_tokens * num_choices, rows_PD.shape[0]
     if num_rows != order_P.shape[0] or (not local and num_rows != num_pairs):
         raise _lost_rows(ctx, f"`{table}` gave {num_rows} rows for {num_pairs} pairs of tokens and experts")
-    absent = num_rows  # a row of zeros behind the others
-    rows = torch.cat((rows_PD, rows_PD.new_zeros(1, rows_PD.shape[1]))) if local else rows_PD
-    row_of = torch.full((num_pairs,), absent, device=rows.device)
-    row_of[order_P] = torch.arange(num_rows, device=rows.device)
-    row_of_Sk = row_of.view(num_tokens, num_choices)
-    total_SD = torch.zeros(num_tokens, rows.shape[1], device=rows.device, dtype=torch.float32)
-    for choice in range(num_choices):
-        picked = rows.index_select(0, row_of_Sk[:, choice])
-        total_SD.addcmul_(picked.float(), weights_Sk[:, choice, None])
-    if rows.dtype is torch.float16:
+    total_SD = torch.zeros(num_tokens, rows_PD.shape[1], device=rows_PD.device, dtype=torch.float32)
+    if local:
+        _add_some(total_SD, rows_PD, order_P, weights_Sk)
+    else:
+        _add_all(total_SD, rows_PD, order_P, weights_Sk)
+    if rows_PD.dtype is torch.float16:
         largest = torch.finfo(torch.float16).max
         total_SD.clamp_(-largest, largest)
-    return total_SD.to(rows.dtype)
+    return total_SD.to(rows_PD.dtype)
+
+
+def _add_all(total_SD: Tensor, rows_PD: Tensor, order_P: Tensor, weights_Sk: Tensor) -> None:
+    """Add choice after choice: every pair has a row."""
+    row_of_P = torch.empty_like(order_P)
+    row_of_P[order_P] = torch.arange(order_P.shape[0], device=order_P.device)
+    row_of_Sk = row_of_P.view(weights_Sk.shape)
+    for choice in range(weights_Sk.shape[1]):
+        picked = rows_PD.index_select(0, row_of_Sk[:, choice])
+        total_SD.addcmul_(picked.float(), weights_Sk[:, choice, None])
+
+
+def _add_some(total_SD: Tensor, rows_RD: Tensor, order_R: Tensor, weights_Sk: Tensor) -> None:
+    """Add choice after choice those pairs that have a row. One choice names a token once, so nothing is added twice."""
+    num_choices = weights_Sk.shape[1]
+    weights_R = weights_Sk.flatten()[order_R]
+    choice_R = order_R % num_choices
+    counts = torch.bincount(choice_R, minlength=num_choices).tolist()
+    for picked in torch.split(choice_R.argsort(stable=True), counts):
+        tokens = order_R[picked] // num_choices
+        part = total_SD.index_select(0, tokens)
+        part.addcmul_(rows_RD.index_select(0, picked).float(), weights_R[picked, None])
+        total_SD.index_copy_(0, tokens, part)
 
 
 def _lost_rows(ctx: Context, what: str) -> MoecError:
