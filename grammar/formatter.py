@@ -55,6 +55,17 @@ class _Line:
         return blank + INDENT * self.indent + self.text + gap + self.comment
 
 
+@dataclass(frozen=True)
+class _Word:
+    """A token of a line, with the space before it and how many brackets are open there."""
+
+    token: Token
+    gap: str
+    depth: int
+    is_start: bool
+    is_broken: bool
+
+
 @dataclass
 class _Bracket:
     """An open bracket: over several lines or not, and whether it is the body of `layers`."""
@@ -95,28 +106,20 @@ class _Layout:
 
     def lines(self) -> Iterator[_Line]:
         """Lines in order, not yet aligned."""
-        line, base, starts, word = _Line(), 0, 0, ""
+        row: list[_Word] = []
+        indent, is_after_blank = 0, False
         for i, token in enumerate(self.tokens):
             is_start = self._is_start(i)
-            if i and self._is_break(i, is_start):
-                yield line
-                line = _Line(is_after_blank=self._is_blank(i))
-                starts = 0
-            if not line.text and not line.comment:
-                line = replace(line, indent=self._indent(token, is_start))
-                base, word = len(self.stack), token.type
-            starts += is_start and len(self.stack) == base
-            if token.type == "COMMENT":
-                line = replace(line, comment=token.rstrip())
-            else:
-                gap = self._gap(i, is_start) if line.text else ""
-                anchor = len(line.text + gap)
-                line = replace(line, text=line.text + gap + token)
-                kind = self._kind(i, word, starts, base, line.kind)
-                line = replace(line, kind=kind, anchor=anchor if kind and not line.kind else line.anchor)
-            self._track(i, word)
-        if line.text or line.comment:
-            yield line
+            if row and self._is_break(i, is_start):
+                yield _line(row, indent, is_after_blank)
+                row, is_after_blank = [], self._is_blank(i)
+            if not row:
+                indent = self._indent(token, is_start)
+            gap = self._gap(i, is_start) if row else ""
+            row.append(_Word(token, gap, len(self.stack), is_start, i in self.broken))
+            self._track(i)
+        if row:
+            yield _line(row, indent, is_after_blank)
 
     def _is_start(self, i: int) -> bool:
         """Whether token i begins a declaration, a setting or another item of a block."""
@@ -182,18 +185,7 @@ class _Layout:
             return ""
         return "" if previous.type == "LBRACE" and token.type == "RBRACE" else " "
 
-    def _kind(self, i: int, word: str, starts: int, base: int, kind: str) -> str:
-        """What a line is aligned by, as known at token i: a setting's `=`, a one-line block's `{`."""
-        token = self.tokens[i]
-        if starts > 1 or len(self.stack) > base:
-            return kind if starts <= 1 else ""
-        if token.type == "EQUAL" and starts == 1 and self._before(i) in (word, "NAME") and not kind:
-            is_named = word in ("ATTENTION", "EXPERTS") and self._before(i) == "NAME"
-            return "" if is_named else "setting"
-        is_block = token.type == "LBRACE" and word in BLOCK_WORDS and i not in self.broken
-        return f"block {base}" if is_block and not kind else kind
-
-    def _track(self, i: int, word: str) -> None:
+    def _track(self, i: int) -> None:
         """Keep the stack of open brackets."""
         token = self.tokens[i]
         if token.type in OPENING:
@@ -205,10 +197,37 @@ class _Layout:
         """Whether the brace at i opens the body of `layers`: the last word that can have a brace is `layers`."""
         if self.tokens[i].type != "LBRACE":
             return False
-        for token in reversed(self.tokens[:i]):
-            if token.type in ITEM_WORDS or token.type in DECLARATION_WORDS or token.type in ("LBRACE", "RBRACE"):
-                return token.type == "LAYERS"
+        for before in range(i - 1, -1, -1):
+            kind = self.tokens[before].type
+            if kind in ITEM_WORDS or kind in DECLARATION_WORDS or kind in ("LBRACE", "RBRACE"):
+                return kind == "LAYERS"
         return False
+
+
+def _line(row: Sequence[_Word], indent: int, is_after_blank: bool) -> _Line:
+    """One line of words; a comment can only be the last."""
+    words = [word for word in row if word.token.type != "COMMENT"]
+    comment = row[-1].token.rstrip() if len(words) < len(row) else ""
+    kind, anchor = _anchor(words) if words else ("", 0)
+    text = "".join(word.gap + word.token for word in words)
+    return _Line(indent, text, comment, is_after_blank, kind, anchor)
+
+
+def _anchor(words: Sequence[_Word]) -> tuple[str, int]:
+    """What a line of one item is aligned by, and where: a setting's `=` or the `{` of a block on one line."""
+    own = [word for word in words if word.depth == words[0].depth]
+    if not words[0].is_start or sum(word.is_start for word in own) > 1:
+        return "", 0
+    offset = 0
+    for i, word in enumerate(words):
+        offset += len(word.gap)
+        if i == 1 and word.token.type == "EQUAL":
+            return "setting", offset
+        is_block = word.token.type == "LBRACE" and not word.is_broken
+        if is_block and words[0].token.type in BLOCK_WORDS:
+            return "block", offset
+        offset += len(word.token)
+    return "", 0
 
 
 def _aligned(lines: Sequence[_Line]) -> list[_Line]:

@@ -111,6 +111,11 @@ def _view_axes(view: ast.View, values: Values) -> dict[str, int] | None:
             _bad_axis(view, call, values)
             return None
         degrees[axis] = arguments(values, call, ("degree",)).whole("degree", high=MAX_RANKS)
+    if list(degrees) != sorted(degrees, key=AXES[view.kind].index):
+        order = " * ".join(axis for axis in AXES[view.kind] if axis in degrees)
+        message = "the axes are in the wrong order: ranks are numbered with the last axis running fastest"
+        values.problems.add("E0303", message, value.span, help=f"write them as {order}")
+        return None
     return None if None in degrees.values() else {a: d for a, d in degrees.items() if d is not None}
 
 

@@ -104,7 +104,8 @@ def _layers(node: ast.Model, values: Values, parts: _Parts) -> tuple[Layer, ...]
                 also = [Label(placed[overlap][1], "first given here")]
                 message = f"layer {overlap} is given twice"
                 values.problems.add("E0215", message, where.span, help="give each layer once", also=also)
-            placed.update((d, (layer, where.span)) for d in depths or () if d not in placed)
+            else:
+                placed.update((d, (layer, where.span)) for d in depths or ())
     if not placed:
         if not is_broken:
             help = "add `layers 0..N { ATTENTION BLOCK }`"

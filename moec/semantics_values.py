@@ -16,6 +16,8 @@ from moec.grammar import ast
 MAX_ERRORS = 100
 #: Integers stay below this, so that no size can overflow where it is used.
 LIMIT = 1 << 63
+#: The evaluator recurses: through an expression, and from a constant to those it needs.
+MAX_DEPTH = 128
 
 _BINARY = {prefix: 1024 ** (i + 1) for i, prefix in enumerate("KMGT")}
 _DECIMAL = {prefix: 1000 ** (i + 1) for i, prefix in enumerate("KMGT")}
@@ -81,9 +83,20 @@ class Values:
         self.used: set[str] = set()
         self._known: dict[str, Value | None] = {}
         self._active: list[str] = []
+        self._depth = 0
 
     def evaluate(self, node: ast.Expression) -> Value | None:
         """The value of an expression, or None after an error was reported."""
+        if self._depth == MAX_DEPTH:
+            message = f"an expression and the constants it needs nest deeper than {MAX_DEPTH} levels"
+            self.problems.add("E0106", message, node.span, help="write some of the values as numbers")
+            return None
+        self._depth += 1
+        value = self._evaluate(node)
+        self._depth -= 1
+        return value
+
+    def _evaluate(self, node: ast.Expression) -> Value | None:
         match node:
             case ast.Number(literal):
                 return self._number(literal, node.span)
@@ -144,10 +157,6 @@ class Values:
             self.problems.add("E0217", f"constant `{name}` needs itself: {chain}", at, help="break the circle")
             return None
         if name not in self._known:
-            if len(self._active) >= 64:
-                message = f"constant `{name}` needs more than 64 others in a row"
-                self.problems.add("E0106", message, at, help="write some of the values as numbers")
-                return None
             self._active.append(name)
             self._known[name] = self.evaluate(self.constants[name].value)
             self._active.pop()

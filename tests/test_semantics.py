@@ -13,8 +13,15 @@ import pytest
 
 from moec.checked import Gqa, MeshSpec, Mla, Moe, Plan, Swiglu, Yarn
 from moec.diagnostics import CompileError, MoecError, SourceFile
+from moec.grammar.formatter import format_text
 from moec.grammar.parser import read_source
+from moec.grammar.tokens import reserved_words
 from moec.semantics import Spec, check
+from moec.semantics_blocks import ROUTER_SETTINGS, YARN_ARGUMENTS
+from moec.semantics_mesh import CLUSTER_SETTINGS
+from moec.semantics_model import SETTINGS
+from moec.semantics_plan import EXCHANGES, UNBUILT_EXCHANGES
+from moec.semantics_values import UNITS
 from moec.specs import read, shipped
 
 ROOT = Path(__file__).parent.parent
@@ -470,3 +477,18 @@ def test_bad_set_is_refused_where_it_was_written(override: str, code: str, says:
 def test_the_checker_does_not_import_torch() -> None:
     script = "import sys, moec.semantics, moec.grammar.formatter; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_examples_of_the_language_page(number: int) -> None:
+    """They check, are formatted, and the page names every setting there is."""
+    text = (ROOT / "docs" / "language.md").read_text()
+    examples = re.findall(r"```moe\n(.*?)```", text, re.S)
+    assert len(examples) == 3
+    assert run(examples[number]) and format_text(examples[number]) == examples[number]
+
+
+def test_the_language_page_names_every_reserved_word_unit_and_setting() -> None:
+    words = set(re.findall(r"[\w/]+", (ROOT / "docs" / "language.md").read_text()))
+    assert words >= {*reserved_words(), *UNITS, *SETTINGS, *ROUTER_SETTINGS, *CLUSTER_SETTINGS, *YARN_ARGUMENTS}
+    assert words >= {*EXCHANGES, *UNBUILT_EXCHANGES, "placement", "context", "tokens", "batch", "overlap", "capacity"}
