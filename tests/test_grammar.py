@@ -261,3 +261,17 @@ def test_mutated_programs_give_errors_and_never_crash() -> None:
             assert error.diagnostics and all(d.code < "E0320" and d.message for d in error.diagnostics)
             assert "error[" in error.render()
     assert 1000 < refused < 1500
+
+
+def test_a_mistake_in_a_long_line_is_shown_where_it_is() -> None:
+    with pytest.raises(CompileError) as info:
+        tree("const a = 1" + " + 1" * 500 + " + + 2" + " + 3" * 500)
+    lines = info.value.render().split("\n")
+    assert max(map(len, lines)) < 200 and lines[3][lines[4].index("^")] == "+"
+
+
+def test_carets_stand_under_the_mistake_after_escaped_characters() -> None:
+    with pytest.raises(CompileError) as info:
+        tree('\tuse "\x1b[31m" model m { hidden = = 3 }')
+    lines = info.value.render().split("\n")
+    assert "\x1b" not in lines[3] and lines[3][lines[4].index("^")] == "=" and lines[3][lines[4].index("^") - 2] == "="
