@@ -1,0 +1,60 @@
+"""A compiled model brought to life on one rank: groups, weights, KV memory, and the executor of each phase."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from moec.artifact import Artifact
+from moec.runtime.executor import Executor
+from moec.runtime.generate import Place
+from moec.runtime.groups import make_groups
+from moec.runtime.kv import allocate_kv
+from moec.runtime.launch_rank import Rank
+from moec.runtime.schedule import Limits
+from moec.runtime.step import Step
+from moec.runtime.weights import Progress, load_rank
+
+
+@dataclass(frozen=True, eq=False)
+class Session:
+    """The two phases of a model over the same weights and KV memory."""
+
+    place: Place
+    limits: Limits
+    prefill_phase: Executor
+    decode_phase: Executor
+
+    def prefill(self, step: Step) -> Tensor:
+        return self.prefill_phase.run(step)
+
+    def decode(self, step: Step) -> Tensor:
+        return self.decode_phase.run(step)
+
+
+def open_session(artifact: Artifact, folder: Path, rank: Rank, progress: Progress | None = None) -> Session:
+    """Join the groups and load this rank's part of the weights in `folder`.
+
+    Raises:
+        MoecError: E07 for weights that do not fit or cannot be read, E05 for a program that cannot run here.
+        PeerLost: a peer went away meanwhile.
+    """
+    programs = (artifact.prefill, artifact.decode)
+    mesh = artifact.prefill.mesh
+    groups = make_groups(mesh, rank)
+    rank.status.enter("load")
+    tensors = load_rank(programs, folder, rank.rank, rank.device, progress)
+    kv = allocate_kv(artifact.prefill, rank.device)
+    prefill, decode = (
+        Executor(program, tensors, kv, rank=rank.rank, groups=groups, status=rank.status) for program in programs
+    )
+    limits = read_limits(artifact)
+    return Session(Place(mesh, rank.rank, groups, rank.device, rank.status), limits, prefill, decode)
+
+
+def read_limits(artifact: Artifact) -> Limits:
+    """What the plan of an artifact allows."""
+    prefill = artifact.prefill
+    return Limits(prefill.context, prefill.tokens, prefill.slots, int(artifact.document["model"]["vocab"]))
