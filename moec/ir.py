@@ -288,6 +288,13 @@ def results_of(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(found[i] for i in range(op_of(node).num_results))
 
 
+def num_results_of(node: fx.Node) -> int:
+    """How many of its results a node has in the graph."""
+    if op_of(node).num_results == 1:
+        return 1
+    return len({user.args[1] for user in node.users if user.target is operator.getitem})
+
+
 def type_of(value: fx.Node) -> Type:
     """Type of a value node (parameter, input, single result or numbered result)."""
     found = value.meta["type"]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from moec import ops_attention, ops_comm, ops_dense, ops_moe  # noqa: F401  (the table is filled by importing them)
-from moec.ir import Body, Loc, Param, Program, Type, is_op, loc_of, op_of, results_of, type_of
+from moec.ir import Body, Loc, Param, Program, Shard, Type, is_op, layout, loc_of, op_of, results_of, type_of
 from moec.ops import OPS, Op
 
 
@@ -92,6 +92,21 @@ def param_type(program: Program, param: Param) -> Type:
     return Type(param.local_shape(program.mesh, program.placements), param.dtype, param.layout)
 
 
+#: What a body may read besides its parameters, and the symbol that counts its rows.
+INPUTS = {"tokens": "T", "positions": "T", "x": "T", "select": "L"}
+
+
+def input_type(program: Program, name: str, is_split: bool) -> Type:
+    """Type of an input: hidden rows `x`, token ids, positions, or `select`, the rows whose logits are wanted.
+
+    `is_split`: each dp rank has its own rows; before that every rank has all of them.
+    """
+    lies = layout(program.mesh, "attention", **({"dp": Shard(0)} if is_split else {}))
+    if name == "x":
+        return Type((INPUTS[name], program.hidden), program.dtype, lies)
+    return Type((INPUTS[name],), "i64", lies)
+
+
 def infer(program: Program, op: Op, args: tuple[fx.Node, ...], attrs: dict[str, Any]) -> tuple[Type, ...]:
     """Types of the results of `op` on `args` by its rules. Raises OpError."""
     return op.infer(tuple(type_of(a) for a in args), attrs, program.mesh, program.placements)
@@ -101,7 +116,7 @@ def stream_of(program: Program, node: fx.Node) -> str:
     """`compute`, or the class of links a collective's widest group crosses."""
     if "comm" not in op_of(node).effects or node.kwargs.get("how", "gather") != "gather":
         return "compute"
-    groups = program.mesh.groups().get(str(node.kwargs["group"]), ())
+    groups = program.mesh.groups().get(str(node.kwargs.get("group")), ())
     crossing = any(program.cluster.link_class(ranks) == "inter" for ranks in groups)
     return "inter" if crossing else "intra"
 

@@ -7,12 +7,13 @@ text and goldens are written in it. The grammar in `moec.ir_parse` is its refere
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
 
-from moec.ir import Body, Layout, Program, Run, Type, is_op, op_of, results_of, type_of
+from moec.ir import Body, Layout, Loc, Program, Run, Type, is_op, loc_of, op_of, results_of, type_of
 from moec.topology import Link
 
 
@@ -121,7 +122,13 @@ def _operation(node: fx.Node, results: tuple[fx.Node, ...], names: dict[fx.Node,
         text += f" on {stream}"
     if "kernel" in node.meta:
         text += f" by {node.meta['kernel']}"
-    return f"{text} !{node.meta['loc']}"
+    return f"{text} {_loc(loc_of(node))}"
+
+
+def _loc(loc: Loc) -> str:
+    """`!3:12`, or `!shared/models.moe:3:12`: a file's name stands in quotes where it is not plain."""
+    file = loc.file if re.fullmatch(r"[\w./+-]*", loc.file) else _text(loc.file)
+    return f"!{file}:{loc.line}:{loc.column}" if file else f"!{loc.line}:{loc.column}"
 
 
 def _value(value: Any) -> str:
@@ -129,7 +136,9 @@ def _value(value: Any) -> str:
         return "(" + ", ".join(map(_value, value)) + ")"
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
-    return value if isinstance(value, str) else repr(value)
+    if isinstance(value, str):
+        return _text(value) if value in ("none", "true", "false") else value
+    return repr(value)
 
 
 def _type(type: Type) -> str:
@@ -141,4 +150,3 @@ def _layout(layout: Layout) -> str:
     if layout.view is None:
         return ""
     return f"<{' '.join([layout.view, *(f'{axis}={place}' for axis, place in layout.places)])}>"
-

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moec.ir import Program, Type, layout
-from moec.ir_build import reinfer
+from moec.ir import Program
+from moec.ir_build import input_type, reinfer
 from moec.passes.base import Pass
 
 
@@ -24,13 +24,5 @@ class InferShapes(Pass):
         for body in program.bodies.values():
             for node in body.graph.nodes:
                 if node.op == "placeholder":
-                    node.meta["type"] = _input_type(program, str(node.target))
+                    node.meta["type"] = input_type(program, str(node.target), is_split=False)
             reinfer(program, body)
-
-
-def _input_type(program: Program, name: str) -> Type:
-    """Hidden rows `x`, token ids and positions have T rows; `select` names the L rows whose logits are wanted."""
-    whole = layout(program.mesh, "attention")
-    if name == "x":
-        return Type(("T", program.hidden), program.dtype, whole)
-    return Type(("L" if name == "select" else "T",), "i64", whole)

@@ -1,0 +1,58 @@
+"""What each pass promises. The verifier holds a promise from the moment its pass is in `program.done`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from moec.ir import Program, Shard, layout, op_of
+from moec.ir_verifier_flow import returned_type
+
+Faults = Iterator[str]
+
+
+def _all_placed(program: Program) -> Faults:
+    yield from (f"experts {table} are not placed" for table in program.experts if table not in program.placements)
+
+
+def _batch_split(program: Program) -> Faults:
+    """What a body returns lies as its inputs do: each dp rank has its own rows, whole on tp."""
+    if not program.is_typed:
+        yield "shard-attention has run before infer-shapes"
+        return
+    for body in program.bodies.values():
+        if returned_type(body).layout != layout(program.mesh, "attention", dp=Shard(0)):
+            yield f"{body.name}: returns {returned_type(body)}, which is not whole on tp"
+
+
+def _experts_split(program: Program) -> Faults:
+    if program.mesh.ep * program.mesh.etp == 1:
+        return
+    for body in program.bodies.values():
+        for name, param in body.params.items():
+            if name.startswith("experts.") and param.layout.view != "experts":
+                yield f"{body.name}: {name} lies whole on every rank"
+
+
+def _no_coarse(program: Program) -> Faults:
+    yield from (f"{body.name}: moe is left" for body, node in program.nodes() if op_of(node).name == "moe")
+
+
+def _memory_known(program: Program) -> Faults:
+    if len(program.memory) != program.mesh.size:
+        yield f"memory is planned for {len(program.memory)} of {program.mesh.size} ranks"
+
+
+def _all_served(program: Program) -> Faults:
+    for body, node in program.nodes():
+        if node.meta.get("kernel") not in op_of(node).kernels:
+            yield f"{body.name}: no kernel {node.meta.get('kernel')} serves {op_of(node).name}"
+
+
+PROMISES: dict[str, Callable[[Program], Faults]] = {
+    "place-experts": _all_placed,
+    "shard-attention": _batch_split,
+    "shard-experts": _experts_split,
+    "insert-exchange": _no_coarse,
+    "plan-memory": _memory_known,
+    "choose-kernels": _all_served,
+}
