@@ -1,0 +1,131 @@
+"""What README, CONTRIBUTING and docs/ say is so: files, programs, error codes, and the size of things."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch import fx
+
+from moec.compiler import checked_plan, compile_phase
+from moec.diagnostics import CompileError
+from moec.ir import Program, is_op, op_of
+from moec.ir_text import print_program
+from moec.ir_verifier import verify
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("moec", "grammar", "passes", "codegen", "specs")
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "specs" / "families").glob("*.md")])
+MAX_LINES = 300
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Fenced blocks of a language, without their fences."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.M | re.S)
+
+
+def named_paths(page: Path) -> Iterator[str]:
+    """Paths of this repository in back quotes or links: those that start with an entry of its top folder."""
+    text = page.read_text()
+    top = {entry.name for entry in ROOT.iterdir()}
+    for token in re.findall(r"`([^`\s]+)`|\]\(([^)#\s]+)", text):
+        path = (token[0] or token[1]).rstrip("/")
+        if (
+            path.split("/")[0] in top
+            and ("/" in path or "." in path)
+            and not re.search(r"[<>A-Z]{4,}|[{}]", path.removesuffix(".md"))
+        ):
+            yield path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_files_exist(page: Path) -> None:
+    missing = [path for path in named_paths(page) if not any(ROOT.glob(path))]
+    assert not missing
+
+
+def test_pages_are_searched() -> None:
+    """The pattern of the test above finds paths where they are known to be."""
+    assert "moec/compiler.py" in set(named_paths(ROOT / "README.md"))
+
+
+def program(case: str) -> Program:
+    """The program that `FILE PLAN PHASE PASS` describes: compiled as far as the pass."""
+    file, plan, phase, last = case.split()
+    checked, source = checked_plan(ROOT / file, plan)
+    return compile_phase(checked, phase, source.name, stop_after=last)
+
+
+def test_layout_page_shows_real_programs() -> None:
+    shown = blocks(ROOT / "docs" / "layout.md", "ir")
+    assert len(shown) == 3
+    for block in shown:
+        head, *lines = block.splitlines()
+        text = print_program(program(head.removeprefix("// ")))
+        missing = [line for line in lines if line != "..." and line not in text.splitlines()]
+        assert not missing, head
+
+
+def test_layout_page_shows_a_real_refusal() -> None:
+    """The page's program without its all_reduce is refused with the page's words."""
+    (wanted,) = blocks(ROOT / "docs" / "layout.md", "error")
+    wrong = program("examples/two_plans.moe deep prefill shard-attention")
+    graph = wrong.bodies["sparse"].graph
+    reduce = next(node for node in graph.nodes if is_op(node) and op_of(node).name == "all_reduce")
+    assert isinstance(reduce.args[0], fx.Node)
+    reduce.replace_all_uses_with(reduce.args[0])
+    graph.erase_node(reduce)
+    with pytest.raises(CompileError) as caught:
+        verify(wrong)
+    assert wanted.strip() in caught.value.diagnostics[0].message
+
+
+def test_readme_shows_its_example_whole() -> None:
+    (shown,) = blocks(ROOT / "README.md", "moe")
+    assert shown == (ROOT / "examples" / "mixtral_dgx.moe").read_text()
+    assert len(shown.splitlines()) == 20
+
+
+def raised_codes() -> set[str]:
+    """Every code in the source, but for the table of exit codes."""
+    files = [file for folder in SOURCES for file in (ROOT / folder).rglob("*.py") if file.name != "diagnostics.py"]
+    strings = {
+        node.value
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    return {value for value in strings if re.fullmatch(r"E0\d{3}", value)}
+
+
+def test_every_error_code_has_a_page_and_every_page_a_code() -> None:
+    pages = {page.stem: page.read_text() for page in (ROOT / "specs" / "errors").glob("E*.md")}
+    assert raised_codes() == set(pages)
+    assert [code for code, text in pages.items() if not text.startswith(f"# {code}: ")] == []
+
+
+def test_every_error_code_has_a_test() -> None:
+    tests = {file for file in (ROOT / "tests").rglob("*") if file.is_file() and file.suffix in (".py", ".txt", ".ir")}
+    text = "\n".join(f"{file.name}\n{file.read_text()}" for file in tests)
+    assert raised_codes() - set(re.findall(r"E0\d{3}", text)) == set()
+
+
+def test_files_and_functions_are_of_a_size_to_be_read_at_once() -> None:
+    files = [file for folder in SOURCES for file in (ROOT / folder).rglob("*.py")]
+    assert {file.name: n for file in files if (n := len(file.read_text().splitlines())) > MAX_LINES} == {}
+    functions = {
+        f"{file.name}:{node.name}": node.end_lineno - node.lineno + 1
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.end_lineno is not None
+    }
+    assert {name: lines for name, lines in functions.items() if lines > 45} == {}
+
+
+def test_nothing_but_the_word_law_names() -> None:
+    """No utils, helpers, common, manager: a name says what is in it."""
+    parts = {part for folder in SOURCES for file in (ROOT / folder).rglob("*.py") for part in file.stem.split("_")}
+    assert not parts & {"util", "utils", "helper", "helpers", "common", "manager", "misc"}
