@@ -12,7 +12,7 @@ VENV ?= .venv
 CONSTRAINTS ?= .ci/constraints.txt
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
-PROMPT ?= And it came to pass, that
+PROMPT ?= And it came to pass in the days of
 
 .PHONY: run test dev lint types fmt golden-update wheel clean
 
