@@ -104,7 +104,7 @@ def test_prompts_of_different_lengths(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_prompt_in_chunks_is_a_prompt_at_once(name: str) -> None:
-    run(name, [{2: (0, 5), 3: (0, 2)}, {2: (5, 16), 3: (2, 3)}, {3: (3, 9), 2: (16, 17)}])
+    run(name, [{2: (0, 5), 3: (0, 2)}, {2: (5, 15), 3: (2, 3)}, {3: (3, 9), 2: (15, 17)}])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -92,10 +92,11 @@ def test_rope_by_halves_is_that_of_transformers() -> None:
 #: factor, original, beta_fast, beta_slow, mscale, mscale_all_dim. First: DeepSeek-V3's own.
 YARNS = [
     (40.0, 4096, 32.0, 1.0, 1.0, 1.0),
-    (40.0, 4096, 32.0, 1.0, 1.0, 0.0),
+    (40.0, 4096, 32.0, 1.0, 0.707, 0.0),
     (8.0, 512, 16.0, 2.0, 0.707, 1.0),
     (0.5, 2048, 32.0, 1.0, 0.707, 0.5),
     (4.0, 64, 32.0, 1.0, 1.0, 1.0),  # few pairs turn at all: the ramp begins at 0
+    (4.0, 1_000_000, 32.0, 1.0, 1.0, 1.0),  # even the slowest pair turns: the ramp ends behind the last
 ]
 
 
