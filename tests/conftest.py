@@ -7,6 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+
+#: Ranks are forked from the test process, which must not have started threads of torch.
+torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parent.parent
 
