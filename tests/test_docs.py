@@ -59,9 +59,10 @@ def program(case: str) -> Program:
     return compile_phase(checked, phase, source.name, stop_after=last)
 
 
-def test_layout_page_shows_real_programs() -> None:
-    shown = blocks(ROOT / "docs" / "layout.md", "ir")
-    assert len(shown) == 3
+@pytest.mark.parametrize(("page", "count"), [("docs/layout.md", 3), ("README.md", 2)])
+def test_shown_programs_are_real(page: str, count: int) -> None:
+    shown = blocks(ROOT / page, "ir")
+    assert len(shown) == count
     for block in shown:
         head, *lines = block.splitlines()
         text = print_program(program(head.removeprefix("// ")))
