@@ -37,12 +37,15 @@ _WATCH_SECONDS = 0.25
 #: How long a rank that is done and serves the store waits for slower ranks to be done.
 _LINGER_SECONDS = 30.0
 
+#: start(world, mesh in words, kind of device) -> Rank
+Start = Callable[[int, str, str], Rank]
+
 
 def is_started_by_torchrun() -> bool:
     return "RANK" in os.environ or "WORLD_SIZE" in os.environ
 
 
-def run_as_rank(work: Callable[[Callable[[int, str, str], Rank]], object]) -> NoReturn:
+def run_as_rank(work: Callable[[Start], object]) -> NoReturn:
     """Run `work(start)` as one rank, report what goes wrong, and end the process.
 
     `work` prepares, then calls `start(world, mesh, kind)` with the plan's number of ranks, its mesh in words and the

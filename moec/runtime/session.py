@@ -8,6 +8,8 @@ from pathlib import Path
 from torch import Tensor
 
 from moec.artifact import Artifact
+from moec.checkpoint import Fingerprint, check_unchanged
+from moec.checkpoint_map import open_sources
 from moec.runtime.executor import Executor
 from moec.runtime.generate import Place
 from moec.runtime.groups import make_groups
@@ -15,7 +17,7 @@ from moec.runtime.kv import allocate_kv
 from moec.runtime.launch_rank import Rank
 from moec.runtime.schedule import Limits
 from moec.runtime.step import Step
-from moec.runtime.weights import Progress, load_rank
+from moec.runtime.weights import Progress, load_rank, logical_shapes, wanted
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +54,21 @@ def open_session(artifact: Artifact, folder: Path, rank: Rank, progress: Progres
     )
     limits = read_limits(artifact)
     return Session(Place(mesh, rank.rank, groups, rank.device, rank.status), limits, prefill, decode)
+
+
+def check_weights(artifact: Artifact, folder: Path, is_compiled: bool) -> None:
+    """Account for every parameter from the shard headers in `folder`, before any rank starts.
+
+    `is_compiled`: it is the folder the artifact was compiled with, so its digests must be those remembered.
+
+    Raises:
+        MoecError: E07, naming what is missing, unused, damaged or changed.
+    """
+    programs = (artifact.prefill, artifact.decode)
+    sources = open_sources(folder, logical_shapes(wanted(programs)))
+    remembered = artifact.document["weights"]["fingerprint"]
+    if is_compiled and remembered:
+        check_unchanged(Fingerprint.from_json(remembered), sources.checkpoint)
 
 
 def read_limits(artifact: Artifact) -> Limits:

@@ -1,0 +1,5 @@
+"""`python -m moec`, and what `torchrun -m moec` starts."""
+
+from moec.cli import main
+
+main()

@@ -1,0 +1,144 @@
+"""The `moec` command. `check`, `fmt`, `import`, `explain` and `--help` never import torch: it costs seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moec.cli_compile import compile_command
+from moec.cli_errors import EXIT_CODES, debug, epilog, guarded
+from moec.cli_run import run_command
+from moec.diagnostics import fail
+
+app = typer.Typer(
+    name="moec",
+    help="Compile a Mixture-of-Experts model, declared in a .moe file, for a mesh of ranks, and run it.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A .moe file.", show_default=False)]
+
+
+def main() -> None:
+    """Entry point of the `moec` script and of `python -m moec`."""
+    # Read by libraries when torch is imported. Waiting threads that spin starve each other when ranks share cores: on a
+    # busy machine of two cores, decoding with two threads took 50 times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would not survive the fork of the ranks
+    app(prog_name="moec")
+
+
+@app.callback()
+def options(
+    is_debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks (or set MOEC_DEBUG=1).")] = False,
+    show_version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version.")] = False,
+) -> None:
+    if show_version:
+        typer.echo(f"moec {version('moec')}")
+        raise typer.Exit
+    debug(is_debug)
+
+
+def import_command(
+    source: Annotated[Path, typer.Argument(metavar="DIR|CONFIG", help="A model folder, or its config.json.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write here.")] = None,
+    mesh: Annotated[str | None, typer.Option(metavar="DEGREES", help="dp, tp, edp, ep, etp: `ep=4,etp=2`.")] = None,
+    cluster: Annotated[str | None, typer.Option(metavar="NAME[N]", help="Cluster of N nodes: `dgx_h100[4]`.")] = None,
+) -> None:
+    """Write a readable .moe file for a Hugging Face model."""
+    from moec.importer import import_model
+
+    text = import_model(source, mesh=mesh, cluster=cluster, output=output)
+    if output is None:
+        sys.stdout.write(text)
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise fail("E0618", f"cannot write `{output}`: {error.strerror}", "choose another -o") from error
+
+
+def check_command(
+    file: File,
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value.")] = None,
+) -> None:
+    """Check a .moe file and say what it declares. All errors are shown at once."""
+    from moec.grammar.parser import read_source
+    from moec.semantics import check
+
+    spec = check(read_source(file), overrides=overrides or [])
+    for plan in spec.plans.values():
+        size = plan.mesh.dp * plan.mesh.tp
+        typer.echo(f"{file}: plan {plan.name} runs {plan.model.name} on {size} rank{'s' * (size != 1)}")
+    if not spec.plans:
+        typer.echo(f"{file}: ok")
+
+
+def fmt_command(
+    file: File,
+    is_check: Annotated[bool, typer.Option("--check", help="Change nothing; exit 1 if the file would change.")] = False,
+) -> None:
+    """Lay out a .moe file in the one standard way, in place. Comments stay."""
+    from moec.grammar.formatter import format_text
+    from moec.grammar.parser import read_source
+
+    text = read_source(file).text
+    wanted = format_text(text, str(file))
+    if is_check:
+        if wanted != text:
+            typer.echo(f"{file}: would be formatted", err=True)
+            raise typer.Exit(1)
+        return
+    if wanted != text:
+        try:
+            file.write_text(wanted, encoding="utf-8")
+        except OSError as error:
+            raise fail("E0618", f"cannot write `{file}`: {error.strerror}") from error
+
+
+def explain_command(
+    what: Annotated[str, typer.Argument(metavar="DIR|CODE", help="A compiled folder, or an error code.")],
+) -> None:
+    """Explain a compiled plan or an error code. Of a plan: parameters, memory per rank, what each phase sends."""
+    from moec.artifact_files import read_artifact
+    from moec.explain import explain_code, explain_plan
+
+    if Path(what).is_dir():
+        files = read_artifact(Path(what))
+        if "plan.json" not in files:
+            raise fail("E0771", f"the artifact `{what}` has no plan.json", "compile the `.moe` file again")
+        sys.stdout.write(explain_plan(json.loads(files["plan.json"])))
+        return
+    sys.stdout.write(explain_code(what).rstrip("\n") + "\n")
+
+
+def passes_command() -> None:
+    """List the passes in the order in which they run."""
+    from moec.passes import PASSES
+
+    width = max(len(cls.name) for cls in PASSES)
+    for cls in PASSES:
+        typer.echo(f"{cls.name:<{width}}  {(cls.__doc__ or '').strip().splitlines()[0]}")
+
+
+app.command("import", epilog=epilog('moec import mixtral-8x7b --mesh "ep=4" -o mixtral.moe'))(guarded(import_command))
+app.command("check", epilog=epilog("moec check mixtral.moe"))(guarded(check_command))
+app.command("fmt", epilog=epilog("moec fmt --check mixtral.moe"))(guarded(fmt_command))
+app.command("compile", epilog=epilog("moec compile mixtral.moe -o build/mixtral --target cuda:90"))(
+    guarded(compile_command)
+)
+app.command("run", epilog=epilog('moec run mixtral.moe --prompt "In the beginning" --max-new-tokens 32'))(
+    guarded(run_command, in_one_line=True)
+)
+app.command("explain", epilog=epilog("moec explain E0203"))(guarded(explain_command))
+app.command("passes", epilog=epilog("moec passes"))(guarded(passes_command))

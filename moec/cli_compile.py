@@ -1,0 +1,96 @@
+"""`moec compile`: a .moe file to an artifact folder, or the Programs after a pass."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moec.diagnostics import did_you_mean, fail
+
+if TYPE_CHECKING:
+    from moec.ir import Program
+    from moec.passes import Pass
+
+
+def compile_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .moe file.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="Default: FILE's .build.")
+    ] = None,
+    plan: Annotated[str | None, typer.Option(metavar="NAME", help="Which plan, where the file has several.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value.")] = None,
+    target: Annotated[
+        str, typer.Option(metavar="TARGET", help="cpu, or a GPU such as cuda:90, cuda:100, hip:gfx942.")
+    ] = "cpu",
+    weights: Annotated[Path | None, typer.Option(metavar="DIR", help="Model folder, in place of the file's.")] = None,
+    stop_after: Annotated[str | None, typer.Option(metavar="PASS", help="Print the Programs after this pass.")] = None,
+    print_after: Annotated[
+        str | None, typer.Option(metavar="PASS|all", help="Print the Programs after it too.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")] = False,
+) -> None:
+    """Compile a .moe file to a folder. It holds both phases' Programs, their modules and kernels, and the plan in numbers."""
+    from moec.compiler import compile
+
+    if print_after not in (None, "all"):
+        _check_pass(print_after)
+    observers = [_Printer(print_after, to_stderr=as_json)] if print_after else []
+    if stop_after is not None:
+        _print_stopped(file, plan, overrides or [], target, stop_after, observers)
+        return
+    artifact = compile(file, plan, overrides or [], target, observers=observers, weights=weights)
+    folder = output if output is not None else file.with_suffix(".build")
+    artifact.save(folder)
+    if as_json:
+        sys.stdout.write(json.dumps(dict(artifact.document), sort_keys=True) + "\n")
+    else:
+        _summarise(folder, artifact.document)
+
+
+def _summarise(folder: Path, document: Mapping[str, Any]) -> None:
+    """What was made, on standard error; for GPU kernels the registers and spills that compiling them offline gave."""
+    ranks = document["mesh"]["ranks"]
+    typer.echo(f"{folder}: plan {document['plan']} for {ranks} rank{'s' * (ranks != 1)}", err=True)
+    for kernel in document["kernels"]:
+        usage = f"{kernel['registers']} registers, {kernel['spills']} spilled"
+        typer.echo(f"  kernel {kernel['name']} for {kernel['target']}: {usage}", err=True)
+
+
+def _print_stopped(
+    file: Path, plan: str | None, overrides: list[str], target: str, stop_after: str, observers: list[_Printer]
+) -> None:
+    from moec.compiler import PHASES, checked_plan, compile_phase
+    from moec.ir_text import print_program
+
+    _check_pass(stop_after)
+    chosen, source = checked_plan(file, plan, overrides)
+    kernels = "torch" if target == "cpu" else "triton"
+    for phase in PHASES:
+        program = compile_phase(chosen, phase, source.name, kernels, observers, stop_after)
+        sys.stdout.write(print_program(program))
+
+
+class _Printer:
+    """An observer that prints the Program after a pass."""
+
+    def __init__(self, name: str, to_stderr: bool) -> None:
+        self.name, self.to_stderr = name, to_stderr
+
+    def __call__(self, step: Pass, program: Program) -> None:
+        from moec.ir_text import print_program
+
+        if self.name in ("all", step.name):
+            typer.echo(f"// {program.phase} after {step}\n{print_program(program)}", err=self.to_stderr)
+
+
+def _check_pass(name: str | None) -> None:
+    from moec.passes import PASSES
+
+    known = [cls.name for cls in PASSES]
+    if name not in known:
+        raise fail("E0402", f"there is no pass `{name}`", did_you_mean(str(name), known) or "`moec passes` lists them")

@@ -1,0 +1,192 @@
+"""What `moec run` prepares before its ranks start, and what each rank then does. Imports torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from safetensors.torch import save
+from torch import Tensor
+
+from moec.artifact import Artifact, load
+from moec.cli_errors import say
+from moec.cli_run import Options
+from moec.compiler import compile
+from moec.diagnostics import MoecError, fail
+from moec.runtime.generate import Request, collect_logits, generate
+from moec.runtime.launch_rank import Rank
+from moec.runtime.sampling import Sampling
+from moec.runtime.schedule import check_prompts
+from moec.runtime.session import check_weights, open_session, read_limits
+from moec.runtime.text import Text, TextStream, parse_tokens, read_eos, read_prompts
+from moec.weights_path import find_weights
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a rank needs, read and checked."""
+
+    artifact: Artifact
+    folder: Path
+    text: Text
+    request: Request
+    logits: Path | None
+    as_json: bool
+
+    @property
+    def num_ranks(self) -> int:
+        return self.artifact.num_ranks
+
+    @property
+    def device_kind(self) -> str:
+        """cuda where a CUDA device is visible. Counting devices does not start CUDA, so ranks may still be forked."""
+        return "cuda" if torch.cuda.device_count() else "cpu"
+
+
+def prepare(options: Options) -> Job:
+    """Compile or load the program, find the weights and read the prompts. Raises what is wrong with any of them."""
+    artifact = load_artifact(options) if options.source.is_dir() else compile_file(options)
+    folder = find_weights(artifact.document["weights"]["path"], options.source.parent, options.weights)
+    assert folder is not None
+    check_weights(artifact, folder, is_compiled=options.weights is None or not options.source.is_dir())
+    text = Text(folder)
+    prompts = [text.encode(prompt) for prompt in options.prompts] + [parse_tokens(given) for given in options.tokens]
+    prompts += read_prompts(options.prompts_file, text) if options.prompts_file else []
+    eos = frozenset[int]() if options.ignore_eos else read_eos(folder)
+    sampling = Sampling(options.temperature, options.seed)
+    request = Request(prompts, options.max_new_tokens, eos, sampling, options.logits is not None)
+    if options.logits is not None and not options.logits.parent.is_dir():
+        raise fail("E0618", f"cannot write `{options.logits}`: its folder does not exist", "create it first")
+    check_prompts(prompts, options.max_new_tokens, read_limits(artifact))
+    return Job(artifact, folder, text, request, options.logits, options.as_json)
+
+
+def compile_file(options: Options) -> Artifact:
+    """Compile the .moe file, and keep the artifact in the cache folder for reading."""
+    artifact = _compile(options.source, options.plan, options)
+    digest = hashlib.sha256(json.dumps(artifact.files(), sort_keys=True).encode()).hexdigest()[:16]
+    folder = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moec" / f"{options.source.stem}-{digest}"
+    )
+    if os.environ.get("RANK", "0") == "0" and not folder.exists():
+        try:
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            artifact.save(folder)
+        except (MoecError, OSError) as error:
+            say(f"moec: note: the compiled program is not kept: {error}")
+    return artifact
+
+
+def load_artifact(options: Options) -> Artifact:
+    """The artifact in a folder. What changes the program recompiles it from its .moe file.
+
+    Raises:
+        MoecError: E0619, the file is gone or does not compile to this artifact, so a change would lose others.
+    """
+    artifact = load(options.source)
+    named = options.plan or artifact.document["plan"]
+    if not options.overrides and options.kernels == "torch" and named == artifact.document["plan"]:
+        return artifact
+    file = Path(artifact.document["source"])
+    found = next((path for path in (file, options.source.parent / file.name) if path.is_file()), None)
+    help = f"compile and run the file with these options: moec run {file.name} ..."
+    if found is None:
+        raise fail("E0619", f"`{options.source}` cannot be recompiled: its source `{file}` is not here", help)
+    same = compile(found, artifact.document["plan"], target=artifact.document["target"], weights=options.weights)
+    if _programs(same) != _programs(artifact):
+        why = f"`{found}` changed since, or it was compiled with other options"
+        raise fail("E0619", f"`{options.source}` cannot be recompiled: {why}", help)
+    return _compile(found, named, options, artifact.document["target"])
+
+
+def _compile(file: Path, plan: str | None, options: Options, target: str = "cpu") -> Artifact:
+    kernels = "triton" if options.kernels == "interpret" else "torch"
+    return compile(file, plan, options.overrides, target, kernels, weights=options.weights)
+
+
+def _programs(artifact: Artifact) -> tuple[str, str]:
+    files = artifact.files()
+    return files["prefill.ir"].partition("\n")[2], files["decode.ir"].partition("\n")[2]
+
+
+def work(rank: Rank, job: Job) -> None:
+    """One rank's run. Rank 0 prints and writes."""
+    is_first = rank.rank == 0
+    with _progress_bar(is_first and not job.as_json and sys.stderr.isatty()) as progress:
+        session = open_session(job.artifact, job.folder, rank, progress)
+    writer = _Writer(job) if is_first and not job.as_json else None
+    result = generate(session, job.request, session.limits, session.place, writer or _silent)
+    logits = collect_logits(job.request, result, session.limits, session.place) if job.logits else []
+    if not is_first:
+        return
+    if job.logits is not None:
+        save_logits(job.logits, job.request.prompts, logits)
+    if job.as_json:
+        text = [job.text.decode(tokens) for tokens in result.tokens]
+        sys.stdout.write(json.dumps({"tokens": result.tokens, "text": text}) + "\n")
+
+
+def save_logits(path: Path, prompts: Sequence[Sequence[int]], logits: Sequence[Tensor]) -> None:
+    """`logits` fp32 [batch, tokens, vocab] and `tokens` [batch, tokens], zeros behind shorter prompts; their `lengths`.
+
+    Raises:
+        MoecError: E0618, the file cannot be written. An older file is then as it was.
+    """
+    pad = torch.nn.utils.rnn.pad_sequence
+    tensors = {
+        "logits": pad([rows.float().cpu() for rows in logits], batch_first=True),
+        "tokens": pad([torch.tensor(tokens) for tokens in prompts], batch_first=True),
+        "lengths": torch.tensor([len(tokens) for tokens in prompts]),
+    }
+    made = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with made.open("xb") as file:
+            file.write(save(tensors))
+            file.flush()
+            os.fsync(file.fileno())
+        made.replace(path)
+    except OSError as error:
+        made.unlink(missing_ok=True)
+        raise fail("E0618", f"cannot write `{path}`: {error.strerror}", "free space or choose another file") from error
+
+
+class _Writer:
+    """Shows tokens as they come: one prompt streams, of several each is shown when it ends."""
+
+    def __init__(self, job: Job) -> None:
+        self.streams = [TextStream(job.text) for _ in job.request.prompts]
+        self.parts: list[list[str]] = [[] for _ in self.streams]
+
+    def __call__(self, prompt: int, token: int, is_last: bool) -> None:
+        part = self.streams[prompt].push(token, is_last)
+        if len(self.streams) == 1:
+            sys.stdout.write(part + ("\n" if is_last else ""))
+        else:
+            self.parts[prompt].append(part)
+            if is_last:
+                sys.stdout.write(f"[{prompt}] {''.join(self.parts[prompt])}\n")
+        sys.stdout.flush()
+
+
+def _silent(prompt: int, token: int, is_last: bool) -> None:
+    """Ranks other than the first show nothing."""
+
+
+@contextmanager
+def _progress_bar(is_shown: bool) -> Iterator[Callable[[int, int], None] | None]:
+    if not is_shown:
+        yield None
+        return
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
