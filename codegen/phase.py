@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import chain, count, groupby
 from typing import Any
 
-from moec.codegen.renderer import Comment, Text, is_identifier, render
 from torch import fx
 
+from moec.codegen.renderer import Comment, Text, is_identifier, render
 from moec.diagnostics import MoecError, fail
 from moec.ir import Body, Loc, Program, Replicate, Type, is_op, loc_of, op_of, results_of, type_of
 
@@ -45,6 +45,7 @@ RESULT_NAMES: dict[str, tuple[str, ...]] = {
     "grouped_linear": ("rows",),
     "merge_heads": ("*",),
     "mla_attention": ("o",),
+    "moe": ("y",),
     "offsets": ("offsets",),
     "reduce_scatter_rows": ("*",),
     "relayout": ("*",),

@@ -137,6 +137,15 @@ def test_rope_of_one_key_is_that_of_a_head(pairs: str) -> None:
     assert rope(ctx, x[:0], POSITIONS[:0], theta=500.0, pairs=pairs, yarn=None).shape == (0, 1, 10)
 
 
+@pytest.mark.parametrize("pairs", ["halves", "interleaved"])
+def test_rope_of_a_slice_that_starts_anywhere(pairs: str) -> None:
+    """A single row's slice counts as contiguous, wherever it starts in memory."""
+    torch.manual_seed(7)
+    x = torch.randn(1, 11)
+    sliced = rope(context(), x[:, 1:], POSITIONS[3:4], theta=500.0, pairs=pairs, yarn=None)
+    assert torch.equal(sliced, rope(context(), x[:, 1:].clone(), POSITIONS[3:4], theta=500.0, pairs=pairs, yarn=None))
+
+
 def test_rope_tables_follow_the_positions_they_were_made_for() -> None:
     """The table is kept for the step's other layers, never for other positions or another base."""
     x, ctx = torch.ones(2, 4), context()

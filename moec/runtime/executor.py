@@ -56,9 +56,8 @@ class Executor:
         `kv`: layer -> state name -> memory [slots, context, ...], which steps append to.
         """
         self.program = program
-        self.source = render_phase(program)
-        self._forward = load_phase(self.source, program.phase)
         self._kernels = kernels_for(program)
+        self._forward = load_phase(render_phase(program), program.phase)
         self._weights = collect_weights(program, tensors, rank)
         self._kv, self._groups, self._rank = kv, groups or {}, rank
         self._status = status or Status(rank)

@@ -21,28 +21,26 @@ def rope(ctx: Context, x: Tensor, positions_T: Tensor, *, theta: float, pairs: s
 
     `halves`: a pair is (i, i + d/2). `interleaved`: (2i, 2i + 1). A pair stays in its place.
     """
-    turn_TF = _turns(ctx, positions_T, x.shape[-1], theta, yarn)
+    cos, sin = _turns(ctx, positions_T, x.shape[-1], theta, yarn)
     if x.dim() == 3:
-        turn_TF = turn_TF.unsqueeze(1)
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     if pairs == "interleaved":
-        rotated = torch.view_as_complex(torch.unflatten(x.float(), -1, (-1, 2)).contiguous()) * turn_TF
-        return torch.view_as_real(rotated).flatten(-2).to(x.dtype)
+        a, b = x.float()[..., ::2], x.float()[..., 1::2]
+        return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
     a, b = x.float().chunk(2, dim=-1)
-    cos, sin = turn_TF.real, turn_TF.imag
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def _turns(ctx: Context, positions_T: Tensor, dim: int, theta: float, yarn: Yarn | None) -> Tensor:
-    """cos + i sin of every row's angles, complex64 [T, F]; computed by the first layer, kept for the step."""
+def _turns(ctx: Context, positions_T: Tensor, dim: int, theta: float, yarn: Yarn | None) -> tuple[Tensor, Tensor]:
+    """cos and sin of every row's angles, fp32 [T, F]; computed by the first layer, kept for the step."""
     key = ("rope", dim, theta, yarn)
-    known = ctx.step_memo.get(key)
+    known: tuple[Tensor, Tensor, Tensor] | None = ctx.step_memo.get(key)
     if known is None or known[0] is not positions_T:
         frequency_F, factor = frequencies(dim, theta, yarn)
         angle_TF = positions_T.float()[:, None] * frequency_F.to(positions_T.device)
-        known = positions_T, torch.complex(angle_TF.cos() * factor, angle_TF.sin() * factor)
+        known = positions_T, angle_TF.cos() * factor, angle_TF.sin() * factor
         ctx.step_memo[key] = known
-    turn_TF: Tensor = known[1]
-    return turn_TF
+    return known[1:]
 
 
 def frequencies(dim: int, theta: float, yarn: Yarn | None) -> tuple[Tensor, float]:
