@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from moec.grammar.ast import Plan
 from moec.grammar.formatter import format_text
 from moec.grammar.parser import parse
 from moec.importer import import_model
+from moec.specs import read, shipped
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").rglob("*.moe"))
@@ -51,6 +53,29 @@ def test_compiles(path: Path, plan: str) -> None:
     total = artifact.document["parameters"]["total"]
     assert total == PARAMETERS.get(path.stem, total)
     assert f"{artifact.num_ranks} ranks" in explain_plan(artifact.document)
+
+
+@pytest.mark.parametrize("cluster", shipped("clusters", ".moe"))
+def test_every_shipped_cluster_carries_a_plan(cluster: str, tmp_path: Path) -> None:
+    """Found by its name, it fits a model on two of its nodes and gives every exchange a time."""
+    found = re.search(r"devices *= *(\d+)", read("clusters", f"{cluster}.moe"))
+    nodes, ranks = (2, 2 * int(found[1])) if found else (1, 2)
+    path = tmp_path / "on_cluster.moe"
+    path.write_text(
+        f"use cluster {cluster}\nuse model qwen3_30b_a3b\nmesh all on {cluster}[{nodes}] {{ experts = ep({ranks}) }}\n"
+        "plan p { run qwen3_30b_a3b on all  prefill { tokens = 64 }  decode { batch = 1 } }\n"
+    )
+    document = compile(path).document
+    assert (document["cluster"]["name"], document["mesh"]["ranks"]) == (cluster, ranks)
+    times = [item["us"] for phase in document["phases"].values() for item in phase["traffic"]]
+    assert times and all(us is not None and us > 0 for us in times)
+
+
+@pytest.mark.parametrize("model", shipped("models", ".moe"))
+def test_every_shipped_model_compiles(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "one_rank.moe"
+    path.write_text(f"use model {model}\n")
+    assert compile(path).document["model"]["name"] == model
 
 
 def test_plans_of_one_file_differ() -> None:

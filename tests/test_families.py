@@ -55,15 +55,22 @@ def test_multi_token_prediction_layers_are_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", family_names())
 def test_family_files_name_the_parameters_of_their_model(name: str) -> None:
-    """Every pattern stands for parameters that the family's blocks have, and every parameter has a pattern."""
+    """Every pattern stands for parameters that the family's blocks have, and every parameter has a pattern.
+
+    The blocks are those of the family's goldens, and of variants that no golden has.
+    """
     variants = {
         "qwen3_moe": [{"attention_bias": True}, {"decoder_sparse_step": 2}],
-        "deepseek_v3": [{}, {"q_lora_rank": None}],
+        "deepseek_v3": [{"q_lora_rank": None}],
     }
+    goldens = [json.loads(path.read_text()) for path in (ROOT / "tests" / "golden" / "import").glob("*.json")]
+    models = [
+        import_config(config, load_family(name), Path("it")) for config in goldens if config["model_type"] == name
+    ]
+    models += [model_of(name, **changes) for changes in variants.get(name, [])]
+    assert models, f"add a config of {name} to tests/golden/import"
     have = {
-        re.sub(r"^layers\.\d+", "layers.{l}", parameter)
-        for changes in variants.get(name, [{}])
-        for parameter in logical_parameters(model_of(name, **changes))
+        re.sub(r"^layers\.\d+", "layers.{l}", parameter) for model in models for parameter in logical_parameters(model)
     }
     named = {logical for target in load_family(name).tensors.values() for logical in target.logical}
     assert named == have
