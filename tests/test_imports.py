@@ -45,7 +45,8 @@ ALLOWED: dict[str, set[str]] = {
         "compiler", "importer", "runtime", "explain", "artifact", "grammar", "semantics", "passes", "checked", "ir",
         "weights", "diagnostics",
     },
-    "package": {"compiler", "artifact", "runtime", "diagnostics"},
+    "api": {"artifact", "runtime", "weights", "diagnostics"},
+    "package": {"api", "compiler"},
     "main": {"cli"},
 }  # fmt: skip
 SAME_LAYER = {"ops": "ir", "__main__": "main", "": "package"}
