@@ -145,12 +145,19 @@ class MeshSpec:
 
 @dataclass(frozen=True)
 class Phase:
-    """`tokens`: prefill rows per dp rank and step; decode: sequences per dp rank (`batch`)."""
+    """`tokens`: prefill rows per dp rank and step; decode: sequences per dp rank (`batch`).
+
+    `exchange`: flat, padded, gather, two_hop or aggregate. `combine`: ordered (a row per choice comes home) or reduced
+    (sums do). `capacity`: room of a padded exchange in even shares, None for every token; `drop` what does not fit.
+    """
 
     name: str  # prefill | decode
     tokens: int
-    exchange: str  # flat | gather
+    exchange: str
     span: Span
+    combine: str = "ordered"
+    capacity: float | None = None
+    drop: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from moec.ir import Program, is_op, op_of, type_of
 from moec.topology import Link
 
 #: Bytes of one element.
-WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "i64": 8, "i32": 4}
+WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "i64": 8, "i32": 4, "bytes": 1}
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,28 @@ class Traffic:
     us: float | None
 
 
+def token_rows(program: Program) -> int:
+    """Most token rows that one rank routes in a step: its piece of a dp rank's rows, or those of several dp ranks."""
+    mesh = program.mesh
+    return -(-program.tokens // mesh.split_parts) if mesh.tp > mesh.etp else program.tokens * mesh.split_parts
+
+
 def bounds(program: Program, top: int, held: int) -> dict[str, int]:
     """The largest value of each run-time symbol: `top` experts a token, `held` on this rank."""
     mesh, tokens = program.mesh, program.tokens
-    piece = -(-tokens // mesh.split_parts) if mesh.tp > mesh.etp else tokens * mesh.split_parts
+    piece = token_rows(program)
     gathered = piece * mesh.ep
     return {
         "T": tokens,
         "S": piece,
         "L": min(tokens, program.slots),
-        "P": piece * top,
+        "P": piece * min(top, mesh.ep),
+        "K": piece * top,
+        "H": gathered,
+        "Q": gathered * min(top, mesh.local),
+        "R": gathered,
+        "X": gathered * min(top, held),
         "G": gathered,
-        "R": gathered * min(top, held),
         "M": held,
     }
 

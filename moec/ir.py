@@ -8,7 +8,7 @@ Alike layers share one body. Every node is an operation of `moec.ops`, and carri
 - `kernel`  the kernel that serves it, once chosen.
 
 Shapes are those of one rank's part. A dimension is an integer, or a symbol known only at run time:
-T tokens of this rank, S after they are split over tp, P rows sent, R rows received, G rows gathered, L rows selected,
+T tokens of this rank, S after they are split over tp, G rows gathered, L rows selected; P H Q R X K along an exchange,
 M experts held where ranks hold different numbers.
 """
 
@@ -70,12 +70,13 @@ class Placed:
 
 @dataclass(frozen=True)
 class Routed:
-    """Rows scattered by routing table `table`: at `home`, the rank of their token, or at the rank of their `expert`,
-    there as they arrived or, `grouped`, expert by expert. Only the combine of the same table ends it.
+    """Rows scattered by routing table `table`, that lie where `at` says: home, node, local, expert or grouped.
+
+    `moec.ops_exchange` tells what each means and which operation moves rows from one to the next.
     """
 
     table: str
-    at: str  # home | expert | grouped
+    at: str
 
     def __str__(self) -> str:
         return f"{self.at}({self.table})"
@@ -223,6 +224,9 @@ class Program:
     dtype: str
     exchange: str
     strategy: str  # of expert placement
+    combine: str = "ordered"  # what comes back: a row per choice, or reduced: sums
+    capacity: float | None = None  # of a padded exchange, in even shares; None: room for every token
+    drop: bool = False  # what does not fit a padded exchange is left out and counted, else it is an error
     placements: dict[str, Placement] = field(default_factory=dict)
     experts: dict[str, int] = field(default_factory=dict)  # table -> number of routed experts
     bodies: dict[str, Body] = field(default_factory=dict)

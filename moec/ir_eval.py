@@ -18,9 +18,11 @@ from torch import Tensor, fx
 
 from moec import ir_eval_local
 from moec.ir import Body, Param, Placed, Program, Replicate, Run, Shard, is_op, op_of, results_of, type_of
+from moec.ir_eval_exchange import EXCHANGE
 from moec.placement import balanced
 
 Ranks = list[Tensor]
+LOCAL = ir_eval_local.LOCAL | EXCHANGE
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class Reference:
         for rank in self._ranks():
             context = ir_eval_local.Context(self.program, rank, layer, self.batches[rank], self.states)
             given = [a[rank] for a in args]
-            result = ir_eval_local.LOCAL[op.name](context, *given, **attrs)
+            result = LOCAL[op.name](context, *given, **attrs)
             per_rank.append(result if isinstance(result, tuple) else (result,))
         return [list(column) for column in zip(*per_rank, strict=True)]
 
@@ -141,7 +143,8 @@ class Reference:
         type, mesh = type_of(node), self.program.mesh
         for rank, tensor in enumerate(value):
             assert len(tensor.shape) == len(type.shape), (node, tensor.shape, type)
-            for dim, size in zip(type.shape, tensor.shape, strict=True):
+            shape = type.shape if type.dtype != "bytes" else type.shape[:1]  # a message is a row of numbers here
+            for dim, size in zip(shape, tensor.shape, strict=type.dtype != "bytes"):
                 known = dim if isinstance(dim, int) else symbols.setdefault(dim, [-1] * mesh.size)[rank]
                 if known == -1:
                     symbols[str(dim)][rank] = size
@@ -204,22 +207,21 @@ def _reduce_scatter_rows(ref: Reference, args: list[Ranks], attrs: dict[str, Any
 
 def _exchange_counts(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
     (counts,) = args
-    held = ref.program.placements[attrs["table"]].counts
-    return _by_group(
-        ref, attrs["group"], lambda ranks, i: torch.stack([counts[r].split(list(held))[i] for r in ranks])
-    )
+    return _by_group(ref, attrs["group"], lambda ranks, i: torch.stack([counts[r][i] for r in ranks]))
 
 
 def _all_to_all(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
-    """Piece j of each rank goes to rank j; pieces are sized by this rank's counts per peer."""
-    rows, counts, recv = args
-    held = list(ref.program.placements[attrs["table"]].counts)
+    """Piece j of each rank goes to its rank j: as many rows as it counts for j, or equal pieces."""
+    rows, *counts = args
 
-    def sizes(rank: int) -> list[int]:
-        there = [int(part.sum()) for part in counts[rank].split(held)]
-        return recv[rank].sum(1).tolist() if attrs["back"] else there
+    def piece(rank: int, index: int, num_ranks: int) -> Tensor:
+        if not counts:
+            return rows[rank].chunk(num_ranks)[index]
+        sizes = counts[1 if attrs["back"] else 0][rank].tolist()
+        start = sum(sizes[:index])
+        return rows[rank][start : start + sizes[index]]
 
-    return _by_group(ref, attrs["group"], lambda ranks, i: torch.cat([rows[r].split(sizes(r))[i] for r in ranks]))
+    return _by_group(ref, attrs["group"], lambda ranks, i: torch.cat([piece(r, i, len(ranks)) for r in ranks]))
 
 
 def _relayout(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
@@ -262,13 +264,13 @@ def _moe(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
 
 
 COLLECTIVES: dict[str, Collective] = {
+    "exchange_counts": _exchange_counts,
+    "all_to_all.start": _all_to_all,
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "all_gather_rows": _all_gather_rows,
     "exchange_sizes": _exchange_sizes,
     "reduce_scatter_rows": _reduce_scatter_rows,
-    "exchange_counts": _exchange_counts,
-    "all_to_all.start": _all_to_all,
     "relayout": _relayout,
     "moe": _moe,
 }

@@ -197,36 +197,6 @@ def moe(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down:
     return out
 
 
-def dispatch(ctx: Context, x: Tensor, ids: Tensor, table: str, local: bool) -> tuple[Tensor, Tensor, Tensor]:
-    placement = ctx.program.placements[table]
-    slots = [placement.slot_of[e] for e in ids.flatten().tolist()]
-    first, held = 0, placement.num_experts
-    if local:
-        index = ctx.program.mesh.coordinate(ctx.rank, "ep")
-        first, held = sum(placement.counts[:index]), placement.counts[index]
-    pairs = sorted((p for p, s in enumerate(slots) if first <= s < first + held), key=lambda p: (slots[p], p))
-    counts = torch.tensor([slots.count(first + m) for m in range(held)], dtype=torch.int64)
-    order = torch.tensor(pairs, dtype=torch.int64)
-    return x[order // max(1, ids.shape[1])], counts, order
-
-
-def offsets(ctx: Context, counts: Tensor) -> Tensor:
-    return counts.cumsum(0).int()
-
-
-def group_rows(ctx: Context, rows: Tensor, recv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows come rank by rank, expert by expert within; go expert by expert, rank by rank within."""
-    owners = [m for per_rank in recv.tolist() for m, count in enumerate(per_rank) for _ in range(count)]
-    perm = torch.tensor(sorted(range(len(owners)), key=lambda i: (owners[i], i)), dtype=torch.int64)
-    return rows[perm], recv.sum(0).cumsum(0).int(), perm
-
-
-def ungroup_rows(ctx: Context, rows: Tensor, perm: Tensor) -> Tensor:
-    out = torch.empty_like(rows)
-    out[perm] = rows
-    return out
-
-
 def grouped_linear(ctx: Context, rows: Tensor, offsets: Tensor, w: Tensor) -> Tensor:
     ends = offsets.tolist()
     parts = [rows[start:end] @ w[m].T for m, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
@@ -236,13 +206,6 @@ def grouped_linear(ctx: Context, rows: Tensor, offsets: Tensor, w: Tensor) -> Te
 def grouped_gate_up(ctx: Context, rows: Tensor, offsets: Tensor, w: Tensor) -> Tensor:
     gate, up = grouped_linear(ctx, rows, offsets, w).chunk(2, -1)
     return silu_mul(ctx, gate, up)
-
-
-def combine(ctx: Context, rows: Tensor, order: Tensor, weights: Tensor, table: str, local: bool) -> Tensor:
-    out = rows.new_zeros(weights.shape[0], rows.shape[1])
-    for pair, row in sorted(zip(order.tolist(), rows, strict=True), key=lambda item: item[0]):
-        out[pair // weights.shape[1]] += weights.flatten()[pair] * row
-    return out
 
 
 def wait(ctx: Context, rows: Tensor) -> Tensor:
@@ -266,12 +229,7 @@ LOCAL: dict[str, Callable[..., Any]] = {
     "attention": attention,
     "mla_attention": mla_attention,
     "route": route,
-    "dispatch": dispatch,
-    "offsets": offsets,
-    "group_rows": group_rows,
-    "ungroup_rows": ungroup_rows,
     "grouped_linear": grouped_linear,
     "grouped_gate_up": grouped_gate_up,
-    "combine": combine,
     "all_to_all.wait": wait,
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 from lark import Token, Transformer, v_args
@@ -23,7 +24,9 @@ from moec.topology import Cluster, Device, Link
 #: Most ranks, layers and experts of a program: beyond every machine, and small enough to list.
 MOST = 1 << 16
 STEP = {"tokens": int, "slots": int, "context": int, "dtype": str, "exchange": str, "strategy": str}
+STEP_OPTIONS = {"combine": str, "capacity": float, "drop": str}
 MESH = dict.fromkeys(("dp", "tp", "edp", "ep", "etp"), int)
+MESH_OPTIONS = {"nodes": int}
 MEMORY = dict.fromkeys(("weights", "kv", "buffers"), int)
 LINKS = ("intra", "inter", "host", "nvme")
 WORDS: dict[str, bool | None] = {"none": None, "true": True, "false": False}
@@ -33,12 +36,18 @@ def _string(token: Token) -> str:
     return re.sub(r"\\(.)", lambda m: {"n": "\n"}.get(m[1], m[1]), token[1:-1], flags=re.DOTALL)
 
 
-def _settings(line: str, given: tuple[tuple[str, Any], ...], wanted: Mapping[str, type]) -> dict[str, Any]:
-    """The settings of a line by name: exactly those wanted, no number negative."""
-    found = dict(given)
-    require(len(found) == len(given) and set(found) == set(wanted), f"`{line}` has the settings {', '.join(wanted)}")
+def _settings(
+    line: str,
+    given: tuple[tuple[str, Any], ...],
+    wanted: Mapping[str, type],
+    options: Mapping[str, type] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """The settings of a line by name: all those wanted, perhaps some options, no number negative."""
+    found, known = dict(given), {**wanted, **options}
+    is_complete = len(found) == len(given) and set(wanted) <= set(found) <= set(known)
+    require(is_complete, f"`{line}` has the settings {', '.join(known)}")
     for name, value in given:
-        fits = type(value) is wanted[name] and not (isinstance(value, int) and value < 0)
+        fits = type(value) is known[name] and not (isinstance(value, int | float) and value < 0)
         require(fits, f"`{line}`: {name}={value}")
     return found
 
@@ -80,13 +89,14 @@ class Reader(Transformer[Token, Any]):
         return "header", (str(phase), _string(name), _string(source))
 
     def mesh(self, *settings: Any) -> Any:
-        mesh = Mesh(**_settings("mesh", settings, MESH))
+        mesh = Mesh(**_settings("mesh", settings, MESH, MESH_OPTIONS))
         ranks = (mesh.dp * mesh.tp, mesh.edp * mesh.ep * mesh.etp)
         require(all(1 <= n <= MOST for n in ranks), f"a mesh of {ranks[0]} and {ranks[1]} ranks")
         return "mesh", mesh
 
     def step(self, *settings: Any) -> Any:
-        return "step", _settings("step", settings, STEP)
+        found = _settings("step", settings, STEP, STEP_OPTIONS)
+        return "step", found | {"drop": found.get("drop") == "true"}
 
     def cluster(self, name: Token, *settings: Any) -> Any:
         given = dict(settings)

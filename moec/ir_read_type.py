@@ -51,7 +51,7 @@ class TypeReader(Transformer[Token, Any]):
 
 
 def _place(kind: str, table: Token | None) -> Place:
-    if table is not None and kind in ("home", "expert", "grouped"):
+    if table is not None and kind in ("home", "node", "local", "expert", "grouped"):
         return Routed(str(table), kind)
     if table is not None and kind == "placed":
         return Placed(str(table))

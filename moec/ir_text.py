@@ -23,10 +23,11 @@ def print_program(program: Program) -> str:
     mesh = p.mesh
     lines = [
         f"program {p.phase} {_text(p.name)} from {_text(p.source)}",
-        f"mesh dp={mesh.dp} tp={mesh.tp} edp={mesh.edp} ep={mesh.ep} etp={mesh.etp}",
+        f"mesh dp={mesh.dp} tp={mesh.tp} edp={mesh.edp} ep={mesh.ep} etp={mesh.etp}{_unless(1, nodes=mesh.nodes)}",
         *_cluster_lines(p),
         f"step tokens={p.tokens} slots={p.slots} context={p.context} dtype={p.dtype}"
-        f" exchange={p.exchange} strategy={p.strategy}",
+        f" exchange={p.exchange} strategy={p.strategy}{_unless('ordered', combine=p.combine)}"
+        f"{_unless(None, capacity=p.capacity)}{_unless(False, drop=p.drop)}",
         *(f"experts {table}={count}" for table, count in p.experts.items()),
         *(f"placement {table} {_slots(t.slots)}" for table, t in p.placements.items()),
         *(f"memory {rank} weights={m.weights} kv={m.kv} buffers={m.buffers}" for rank, m in enumerate(p.memory)),
@@ -36,6 +37,12 @@ def print_program(program: Program) -> str:
         lines += ["", *print_body(body)]
     lines += ["", *(_run(run) for run in p.runs)]
     return "\n".join(lines) + "\n"
+
+
+def _unless(usual: object, **setting: Any) -> str:
+    """` name=value`, or nothing where the value is the usual one."""
+    ((name, value),) = setting.items()
+    return "" if value == usual else f" {name}={_value(value)}"
 
 
 def _text(text: str) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import fx
 
-from moec.ir import Body, Program, Replicate, Shard, State, Type, is_op, op_of, results_of, type_of
+from moec.ir import Body, Program, Replicate, Shard, State, Type, is_op, op_of, operands, results_of, type_of
 
 Faults = Iterator[str]
 
@@ -38,14 +38,14 @@ def check_collectives(program: Program, body: Body) -> Faults:
 
 
 def check_routing(program: Program, body: Body) -> Faults:
-    """A combine ends the one dispatch its rows come from, with the weights of the ids that were dispatched."""
+    """Rows that end a hop or leave their experts are those that started it, with the weights of the ids that did."""
     for node in body.graph.nodes:
         if not is_op(node):
             continue
         name = op_of(node).name
-        if name == "combine":
-            yield from _combine_faults(node)
-        elif name == "moe" and not _is_route_of(node.args[1], node.args[2]):
+        if name in ENDS:
+            yield from ENDS[name](node)
+        elif name == "moe" and not _belong(node.args[1], node.args[2]):
             yield "moe weighs with other weights than those routed with its ids"
         elif name in ("gate_up", "grouped_gate_up"):
             weight = node.args[-1]
@@ -55,18 +55,65 @@ def check_routing(program: Program, body: Body) -> Faults:
                 yield f"{name} reads gate and up from a parameter that does not join the two along dim {dim}"
 
 
+def _reduce_faults(node: fx.Node) -> Faults:
+    rows, pairs, weights = operands(node)
+    grouped = _result(pairs, "group_rows", 2)
+    if grouped is None:
+        yield "reduce_rows takes its pairs from no group_rows"
+    elif _start(rows, "group_rows") is not grouped:
+        yield "reduce_rows takes rows that were grouped by another group_rows"
+    elif not _belong(grouped.args[1], weights):
+        yield "reduce_rows weighs with other weights than those that came with the ids of its rows"
+
+
+def _fan_in_faults(node: fx.Node) -> Faults:
+    rows, origin, ids = operands(node)
+    started = _result(origin, "fan_out", 2)
+    if started is None:
+        yield "fan_in takes its origins from no fan_out"
+    elif started.args[1] is not ids:
+        yield "fan_in returns to other rows than those that were fanned out"
+    elif _start(rows, "fan_out") is not started:
+        yield "fan_in takes rows that were fanned out by another fan_out"
+
+
 def _combine_faults(node: fx.Node) -> Faults:
-    rows, order, weights = node.args
-    dispatch = _maker(order)
-    if dispatch is None or op_of(dispatch).name != "dispatch" or order is not results_of(dispatch)[2]:
-        yield "combine takes its order from no dispatch"
+    rows, order, weights = operands(node)
+    listed, started = _result(order, "pair_order", 0), _start(rows, "fan_out")
+    if listed is None:
+        yield "combine takes its order from no pair_order"
+    elif started is None or started.args[1] is not listed.args[0]:
+        yield "combine takes rows of other ids than those it orders by"
+    elif not _belong(listed.args[0], weights):
+        yield "combine weighs with other weights than those routed with its ids"
+
+
+def _all_to_all_faults(node: fx.Node) -> Faults:
+    """The two count lists describe one exchange, the one whose rows travel."""
+    rows, *counts = operands(node)
+    started = _start(rows, "fan_out")
+    if not counts:
+        if started is None or started.kwargs["bound"] is None:
+            yield "an all-to-all of equal pieces takes rows that are not padded"
         return
-    if any(dispatch.kwargs[key] != node.kwargs[key] for key in ("table", "local")):
-        yield "combine and its dispatch are of different kinds"
-    if not _is_route_of(dispatch.args[1], weights):
-        yield "combine weighs with other weights than those routed with the dispatched ids"
-    if _dispatches_behind(rows) != {dispatch}:
-        yield "combine takes rows that were moved or grouped by another dispatch's counts"
+    sent, received = counts
+    told, listed = _maker(received), _result(sent, "pair_order", 1)
+    if listed is not None:
+        is_theirs = told is not None and op_of(told).name == "count_pairs" and started is not None
+        if not is_theirs or started is None or started.args[1] is not listed.args[0]:
+            yield "an all-to-all of pairs takes counts of other rows"
+    elif _result(sent, "fan_out", 1) is not started:
+        yield "an all-to-all takes counts of another fan_out than its rows"
+    elif told is None or op_of(told).name != "exchange_counts" or told.args[0] is not sent:
+        yield "an all-to-all takes counts that were not exchanged for its rows"
+
+
+ENDS: dict[str, Callable[[fx.Node], Faults]] = {
+    "reduce_rows": _reduce_faults,
+    "fan_in": _fan_in_faults,
+    "combine": _combine_faults,
+    "all_to_all.start": _all_to_all_faults,
+}
 
 
 def _maker(value: object) -> fx.Node | None:
@@ -76,36 +123,39 @@ def _maker(value: object) -> fx.Node | None:
     return value if is_op(value) else value.all_input_nodes[0]
 
 
-def _is_route_of(ids: object, weights: object) -> bool:
-    """Ids and weights are the two results of one route, each perhaps all-gathered."""
-    route = _route_result(ids, 0)
-    return route is not None and route is _route_result(weights, 1)
-
-
-def _route_result(value: object, index: int) -> fx.Node | None:
-    """The route whose result `index` a value is, through an all-gather."""
+def _result(value: object, name: str, index: int) -> fx.Node | None:
+    """The operation `name` of which a value is result `index`."""
     maker = _maker(value)
-    if maker is not None and op_of(maker).name == "all_gather_rows":
-        value, maker = maker.args[0], _maker(maker.args[0])
-    if maker is None or op_of(maker).name != "route" or value is not results_of(maker)[index]:
+    if maker is None or op_of(maker).name != name or value is not results_of(maker)[index]:
         return None
     return maker
 
 
-def _dispatches_behind(value: object) -> set[fx.Node]:
-    """Every dispatch whose rows, counts or order went into a value."""
-    found: set[fx.Node] = set()
-    waiting, seen = [_maker(value)], set()
-    while waiting:
-        maker = waiting.pop()
-        if maker is None or maker in seen:
-            continue
-        seen.add(maker)
-        if op_of(maker).name == "dispatch":
-            found.add(maker)
+def _belong(ids: object, weights: object) -> bool:
+    """Ids and weights came together: from one route (each perhaps all-gathered) or out of one message."""
+    pair = [_maker(value) for value in (ids, weights)]
+    if all(maker is not None and op_of(maker).name == "all_gather_rows" for maker in pair):
+        ids, weights = (maker.args[0] for maker in pair if maker is not None)
+    for name, first in (("route", 0), ("open_rows", 1)):
+        found = _result(ids, name, first)
+        if found is not None:
+            return found is _result(weights, name, first + 1)
+    return False
+
+
+def _start(value: object, name: str) -> fx.Node | None:
+    """The operation `name` that rows started from, past the hops that have ended since."""
+    while (maker := _maker(value)) is not None and op_of(maker).name != name:
+        kind = op_of(maker).name
+        if kind == "fan_in":
+            ended = _result(maker.args[1], "fan_out", 2)
+            value = ended.args[0] if ended is not None else None
+        elif kind in ("reduce_rows", "return_rows") and name != "group_rows":
+            grouped = _result(maker.args[1], "group_rows", 2)
+            value = grouped.args[0] if grouped is not None else None
         else:
-            waiting += [_maker(argument) for argument in maker.args]
-    return found
+            value = maker.args[0] if maker.args else None
+    return maker
 
 
 # --- KV states ---------------------------------------------------------------------------------------------------

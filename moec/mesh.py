@@ -21,13 +21,18 @@ RankLists = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Mesh:
-    """Parallel degrees, with dp * tp == edp * ep * etp (the checker sees to it)."""
+    """Parallel degrees, with dp * tp == edp * ep * etp (the checker sees to it).
+
+    `nodes`: nodes of the cluster that each ep group spans, the same number of its ranks in each and neighbours
+    together; 0 where that is not so. The ep axis then also reads as links: node x local.
+    """
 
     dp: int = 1
     tp: int = 1
     edp: int = 1
     ep: int = 1
     etp: int = 1
+    nodes: int = 1
 
     @property
     def size(self) -> int:
@@ -54,15 +59,27 @@ class Mesh:
         """Pieces a token block falls into between the views: max(tp, etp) / min(tp, etp)."""
         return max(self.tp, self.etp) // min(self.tp, self.etp)
 
+    @property
+    def local(self) -> int:
+        """Ranks of an ep group in one node."""
+        return self.ep // max(1, self.nodes)
+
+    def ep_position(self, ep_index: int) -> tuple[int, int]:
+        """(node, local) of the ep group's rank `ep_index`."""
+        return divmod(ep_index, self.local)
+
     @cache  # noqa: B019  (a mesh is a small frozen value)
     def groups(self) -> dict[str, RankLists]:
         """Name -> the rank lists of that group over the world, for every group of more than one rank.
 
-        `split` joins the ranks that hold the pieces of one token block where tp and etp differ.
+        `split` joins the ranks that hold the pieces of one token block where tp and etp differ. Where an ep group spans
+        nodes, `links.local` joins its ranks in one node and `links.node` those of the same place in each node.
         """
         found = {f"{view}.{axis}": self._along(axis, VIEWS[view]) for view in VIEWS for axis in self.axes(view)}
         if self.split_parts > 1:
             found["split"] = self._split()
+        if self.nodes > 1:
+            found |= {name: lists for name, lists in self._links().items() if len(lists[0]) > 1}
         return found
 
     def group_of(self, name: str, rank: int) -> tuple[int, ...]:
@@ -76,6 +93,16 @@ class Mesh:
     def _split(self) -> RankLists:
         block, stride = max(self.tp, self.etp), min(self.tp, self.etp)
         return _bundle(((rank // block, rank % stride), rank) for rank in range(self.size))
+
+    def _links(self) -> dict[str, RankLists]:
+        def key(rank: int, part: int) -> tuple[int, ...]:
+            others = (self.coordinate(rank, "edp"), self.coordinate(rank, "etp"))
+            return (*others, self.ep_position(self.coordinate(rank, "ep"))[part])
+
+        return {
+            "links.node": _bundle((key(rank, 1), rank) for rank in range(self.size)),
+            "links.local": _bundle((key(rank, 0), rank) for rank in range(self.size)),
+        }
 
     def describe(self) -> str:
         """`dp=2 tp=2`: the axes that act, or `one rank`."""

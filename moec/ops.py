@@ -62,6 +62,8 @@ LayoutRule = Callable[[Call], Layout]
 
 #: What `Op.args` may ask of an operand's dtype.
 DTYPES = {"float": ("bf16", "fp16", "fp32"), "fp32": ("fp32",), "i64": ("i64",), "i32": ("i32",)}
+DTYPES["bytes"] = ("bytes",)
+DTYPES["row"] = ("bytes", *DTYPES["float"])
 DTYPES["any"] = ("bf16", "fp16", "fp32", "i64", "i32")
 
 
@@ -135,8 +137,9 @@ class Op:
         if self.relayout is not None:
             return (self.relayout(call),)
         if "comm" in self.effects:
-            group = f"{view}.{group_axis(call)}"
-            call.require(group == call.attrs["group"], f"{self.name} on {call.attrs['group']} of a value on {view}")
+            group, axis = call.attrs["group"], group_axis(call)
+            known = group == f"{view}.{axis}" or (view == "experts" and group.startswith("links."))
+            call.require(known, f"{self.name} on {group} of a value on {view}")
         by_axis = {}
         for axis in call.mesh.axes(view):
             by_axis[axis] = self.place(call, axis, tuple(t.layout.on(axis) for t in call.types))
@@ -161,10 +164,14 @@ def refuse(call: Call, axis: str, places: Places, why: str = "") -> OpError:
 
 
 def group_axis(call: Call) -> str:
-    """The mesh axis a collective reduces or moves over: `experts.ep` is ep. It must be of more than one rank."""
+    """The mesh axis a collective reduces or moves over: `experts.ep` is ep, of which `links` are the two parts.
+
+    It must be of more than one rank.
+    """
     group = call.attrs["group"]
     call.require(group in call.mesh.groups(), f"{call.op.name} runs on {group}, which this mesh does not have")
-    return str(group).partition(".")[2]
+    view, _, axis = str(group).partition(".")
+    return "ep" if view == "links" else axis
 
 
 def rowwise(call: Call, axis: str, places: Places) -> Places:

@@ -1,48 +1,9 @@
-"""What moves data between ranks, or from one view of the mesh to the other."""
+"""What moves whole values between ranks, or from one view of the mesh to the other."""
 
 from __future__ import annotations
 
-from moec.ir import Layout, Partial, Place, Replicate, Routed, Shard
+from moec.ir import Layout, Partial, Place, Replicate, Shard
 from moec.ops import Call, LayoutRule, Op, PlaceRule, Places, ShapeRule, Shapes, group_axis, local_dim, refuse, register
-from moec.ops_moe import held
-
-
-def _counts_shape(call: Call) -> Shapes:
-    (slots,) = call.shape(0)
-    call.same_dims(slots, call.placement().num_experts, "counts and expert slots")
-    return (((call.mesh.ep, held(call)), "i64"),)
-
-
-def _out_place(call: Call, axis: str, places: Places) -> Places:
-    """From home to the expert on the group's axis; the other axes stay."""
-    if axis != group_axis(call):
-        return _all_alike(call, axis, places)
-    table = call.attrs["table"]
-    if places == (Routed(table, "home"),):
-        return (Routed(table, "expert"),)
-    raise refuse(call, axis, places)
-
-
-def _all_to_all_shape(call: Call) -> Shapes:
-    (rows, width), (slots,), (ranks, experts) = (call.shape(i) for i in range(3))
-    here, there = ("R", "P") if call.attrs["back"] else ("P", "R")
-    call.same_dims(rows, here, "rows and rows that travel")
-    call.same_dims(slots, call.placement().num_experts, "counts and expert slots")
-    call.require((ranks, experts) == (call.mesh.ep, held(call)), "received counts are of another table")
-    return (((there, width), call.dtype(0)),)
-
-
-def _all_to_all_place(call: Call, axis: str, places: Places) -> Places:
-    rows, counts, recv = places
-    if axis != group_axis(call):
-        if counts == recv and (rows == counts or (rows == Partial() and counts == Replicate())):
-            return (rows,)
-        raise refuse(call, axis, places)
-    home, expert = (Routed(call.attrs["table"], at) for at in ("home", "expert"))
-    source, target = (expert, home) if call.attrs["back"] else (home, expert)
-    if rows == source and counts == home and recv == expert:
-        return (target,)
-    raise refuse(call, axis, places)
 
 
 def _all_alike(call: Call, axis: str, places: Places) -> Places:
@@ -155,27 +116,23 @@ def _same_value(call: Call) -> Shapes:
     return ((call.shape(0), call.dtype(0)),)
 
 
-def _wait_place(call: Call, axis: str, places: Places) -> Places:
-    return places
-
-
-def _collective(
+def collective(
     name: str,
     args: tuple[str, ...],
     shape: ShapeRule,
     place: PlaceRule,
     *attrs: str,
     relayout: LayoutRule | None = None,
+    num_optional: int = 0,
 ) -> None:
-    register(Op(name, args, shape, place, (*attrs, "group"), effects=frozenset({"comm"}), relayout=relayout))
+    """Register an operation that every rank of its `group` takes part in."""
+    effects = frozenset({"comm"})
+    register(Op(name, args, shape, place, (*attrs, "group"), num_optional, effects=effects, relayout=relayout))
 
 
-_collective("exchange_counts", ("i64",), _counts_shape, _out_place, "table")
-_collective("all_to_all.start", ("float", "i64", "i64"), _all_to_all_shape, _all_to_all_place, "table", "back")
-register(Op("all_to_all.wait", ("float",), _same_value, _wait_place))
-_collective("exchange_sizes", ("any",), _sizes_shape, _sizes_place)
-_collective("all_gather_rows", ("any", "i64"), _gather_rows_shape, _gather_rows_place)
-_collective("reduce_scatter_rows", ("float", "i64"), _reduce_scatter_shape, _reduce_scatter_place)
-_collective("all_reduce", ("float",), _same_value, _all_reduce_place)
-_collective("all_gather", ("float",), _all_gather_shape, _all_gather_place, "dim")
-_collective("relayout", ("float",), _relayout_shape, _not_per_axis, "to", "how", "parts", relayout=_relayout_layout)
+collective("exchange_sizes", ("any",), _sizes_shape, _sizes_place)
+collective("all_gather_rows", ("any", "i64"), _gather_rows_shape, _gather_rows_place)
+collective("reduce_scatter_rows", ("float", "i64"), _reduce_scatter_shape, _reduce_scatter_place)
+collective("all_reduce", ("float",), _same_value, _all_reduce_place)
+collective("all_gather", ("float",), _all_gather_shape, _all_gather_place, "dim")
+collective("relayout", ("float",), _relayout_shape, _not_per_axis, "to", "how", "parts", relayout=_relayout_layout)

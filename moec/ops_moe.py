@@ -1,9 +1,4 @@
-"""Routing and expert operations of the table in `moec.ops`.
-
-Rows of a routing table lie `home` (the rank of their token) or at their `expert`; the rules below let only the
-exchange move them and only `combine` end them. At their expert's rank they lie as they arrived (`expert`) or expert by
-expert (`grouped`), which is what the experts' products read.
-"""
+"""Routing, and the experts' products, in the table of `moec.ops`. What brings rows to experts is in `ops_exchange`."""
 
 from __future__ import annotations
 
@@ -58,70 +53,6 @@ def _moe_place(call: Call, axis: str, places: Places) -> Places:
     raise refuse(call, axis, places)
 
 
-def _dispatch_shape(call: Call) -> Shapes:
-    (tokens, width), (routed, _) = call.shape(0), call.shape(1)
-    call.same_dims(tokens, routed, "rows of tokens and of ids")
-    rows: Dim = "R" if call.attrs["local"] else "P"
-    slots: Dim = held(call) if call.attrs["local"] else call.placement().num_experts
-    return (((rows, width), call.dtype(0)), ((slots,), "i64"), ((rows,), "i64"))
-
-
-def _dispatch_place(call: Call, axis: str, places: Places) -> Places:
-    table, local = call.attrs["table"], call.attrs["local"]
-    x, ids = places
-    if x == ids and axis == "ep":
-        if local and x == Replicate():
-            return (Routed(table, "grouped"),) * 3
-        if not local and x == Shard(0):
-            return (Routed(table, "home"),) * 3
-    elif x == ids and x in (Replicate(), Shard(0)):
-        return (x,) * 3
-    raise refuse(call, axis, places)
-
-
-def _group_shape(call: Call) -> Shapes:
-    (rows, width), (_, experts) = call.shape(0), call.shape(1)
-    call.same_dims(rows, "R", "rows and rows received")
-    return (((rows, width), call.dtype(0)), ((experts,), "i32"), ((rows,), "i64"))
-
-
-def _group_place(call: Call, axis: str, places: Places) -> Places:
-    """Rows as they arrived become rows expert by expert."""
-    rows, recv = places
-    if axis == "ep" and isinstance(rows, Routed) and rows.at == "expert" and recv == rows:
-        return (Routed(rows.table, "grouped"),) * 3
-    if axis != "ep" and rows == recv and rows in (Replicate(), Shard(0)):
-        return (rows,) * 3
-    raise refuse(call, axis, places)
-
-
-def _ungroup_shape(call: Call) -> Shapes:
-    (rows, _), (permuted,) = call.shape(0), call.shape(1)
-    call.same_dims(rows, permuted, "rows and permutation")
-    return like_first(call)
-
-
-def _ungroup_place(call: Call, axis: str, places: Places) -> Places:
-    rows, perm = places
-    if axis == "ep" and isinstance(rows, Routed) and rows.at == "grouped" and perm == rows:
-        return (Routed(rows.table, "expert"),)
-    if axis != "ep" and (rows == perm or (rows == Partial() and perm == Replicate())):
-        return (rows,)
-    raise refuse(call, axis, places)
-
-
-def _offsets_shape(call: Call) -> Shapes:
-    (experts,) = call.shape(0)
-    return (((experts,), "i32"),)
-
-
-def _offsets_place(call: Call, axis: str, places: Places) -> Places:
-    (counts,) = places
-    if counts in (Replicate(), Shard(0)) if axis != "ep" else isinstance(counts, Routed) and counts.at == "grouped":
-        return places
-    raise refuse(call, axis, places)
-
-
 def _grouped_shape(call: Call) -> Shapes:
     (rows, width), (num_offsets,), (num_experts, out, inner) = (call.shape(i) for i in range(3))
     call.same_dims(num_offsets, num_experts, "offsets and experts held")
@@ -154,35 +85,11 @@ def _grouped_gate_up_place(call: Call, axis: str, places: Places) -> Places:
     return (place,)
 
 
-def _combine_shape(call: Call) -> Shapes:
-    (rows, width), (pairs,), (tokens, _) = (call.shape(i) for i in range(3))
-    call.same_dims(rows, pairs, "rows and order")
-    return (((tokens, width), call.dtype(0)),)
-
-
-def _combine_place(call: Call, axis: str, places: Places) -> Places:
-    rows, order, weights = places
-    table = call.attrs["table"]
-    if axis == "ep":
-        if call.attrs["local"] and rows == order == Routed(table, "grouped") and weights == Replicate():
-            return (Partial(),)
-        if not call.attrs["local"] and rows == order == Routed(table, "home") and weights == Shard(0):
-            return (Shard(0),)
-    elif order == weights and (rows == order or (rows == Partial() and order == Replicate())):
-        return (rows,)
-    raise refuse(call, axis, places)
-
-
 ROUTE = ("score", "top", "groups", "keep", "renormalize", "scale", "table")
 GROUPED = ("float", "i32", "float")
 
 register(Op("router_logits", ("float", "float"), _router_shape, rows_and_param))
 register(Op("route", ("fp32", "fp32"), _route_shape, rows_and_param, ROUTE, num_optional=1, num_results=2))
 register(Op("moe", ("float", "i64", "fp32", *("float",) * 3), _moe_shape, _moe_place, ("table",), kernels=()))
-register(Op("dispatch", ("float", "i64"), _dispatch_shape, _dispatch_place, ("table", "local"), num_results=3))
-register(Op("offsets", ("i64",), _offsets_shape, _offsets_place))
-register(Op("group_rows", ("float", "i64"), _group_shape, _group_place, num_results=3))
-register(Op("ungroup_rows", ("float", "i64"), _ungroup_shape, _ungroup_place))
 register(Op("grouped_linear", GROUPED, _grouped_shape, _grouped_place))
 register(Op("grouped_gate_up", GROUPED, _grouped_gate_up_shape, _grouped_gate_up_place, kernels=("torch", "triton")))
-register(Op("combine", ("float", "i64", "fp32"), _combine_shape, _combine_place, ("table", "local")))
