@@ -29,7 +29,7 @@ held: "[" (INT | RANGE)* "]"
 memory: "memory" INT setting*
 done: "done" NAME*
 setting: NAME "=" (INT | FLOAT | NAME)
-link: NAME "=" (INT | FLOAT) "/" (INT | FLOAT)
+link: NAME "=" (INT | FLOAT) "/" (INT | FLOAT) "/" INT
 
 body: "body" NAME "{" (param | state | input | node | returned)* "}"
 param: "param" NAME ["=" NAME ("+" NAME)* "dim" "=" INT] ":" type

@@ -135,8 +135,9 @@ class Reader(Transformer[Token, Any]):
     def setting(self, name: Token, value: Token) -> Any:
         return str(name), number(value)
 
-    def link(self, name: Token, gbps: Token, latency: Token) -> Any:
-        return str(name), Link(number(gbps), number(latency))
+    def link(self, name: Token, gbps: Token, latency: Token, concurrency: Token) -> Any:
+        require(integer(concurrency) > 0, f"{name} carries {concurrency} messages at once")
+        return str(name), Link(number(gbps), number(latency), integer(concurrency))
 
     def run(self, body: Token, ranged: Token | None) -> Any:
         if ranged is None:

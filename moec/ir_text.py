@@ -58,7 +58,7 @@ def _cluster_lines(program: Program) -> list[str]:
         words.append(f"memory_gbps={d.memory_gbps!r}")
     words += [f"tflops.{dtype}={rate!r}" for dtype, rate in d.tflops]
     words += [
-        f"{name}={link.gbps!r}/{link.latency_us!r}"
+        f"{name}={link.gbps!r}/{link.latency_us!r}/{link.concurrency}"
         for name in ("intra", "inter", "host", "nvme")
         if isinstance(link := getattr(c, name), Link)
     ]

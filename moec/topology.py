@@ -11,13 +11,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """One class of link: time for n bytes is latency_us + n / (gbps * 1000) microseconds."""
+    """One class of link of one device and direction, by the alpha-beta model.
+
+    m messages of n bytes together take ceil(m / concurrency) * latency_us + n / (gbps * 1000) microseconds:
+    `concurrency` messages are under way at once.
+    """
 
     gbps: float
     latency_us: float = 0.0
+    concurrency: int = 1
 
-    def time_us(self, num_bytes: float) -> float:
-        return self.latency_us + num_bytes / (self.gbps * 1e3)
+    def time_us(self, num_bytes: float, num_messages: int = 1) -> float:
+        return -(-num_messages // self.concurrency) * self.latency_us + num_bytes / (self.gbps * 1e3)
 
 
 @dataclass(frozen=True)
