@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moec.ir_eval_local import Context
 from moec.mesh import Mesh
+from moec.placement import balanced
 
 
 def destination(mesh: Mesh, group: str, owner: int) -> int:
@@ -114,7 +115,18 @@ def pair_order(ctx: Context, ids: Tensor, table: str, group: str) -> tuple[Tenso
     return torch.tensor(sorted(range(len(ranks)), key=lambda p: (ranks[p], p)), dtype=torch.int64), counts
 
 
+def chunk_rows(ctx: Context, x: Tensor, parts: int, index: int) -> Tensor:
+    sizes = balanced(len(x), parts)
+    return x[sum(sizes[:index]) : sum(sizes[: index + 1])]
+
+
+def join_rows(ctx: Context, *parts: Tensor) -> Tensor:
+    return torch.cat(parts)
+
+
 EXCHANGE: dict[str, Callable[..., Any]] = {
+    "chunk_rows": chunk_rows,
+    "join_rows": join_rows,
     "fan_out": fan_out,
     "open_rows": open_rows,
     "group_rows": group_rows,

@@ -134,6 +134,11 @@ def _result(value: object, name: str, index: int) -> fx.Node | None:
 def _belong(ids: object, weights: object) -> bool:
     """Ids and weights came together: from one route (each perhaps all-gathered) or out of one message."""
     pair = [_maker(value) for value in (ids, weights)]
+    while all(maker is not None and op_of(maker).name == "chunk_rows" for maker in pair):
+        if len({maker.kwargs["index"] for maker in pair if maker is not None}) != 1:
+            return False
+        ids, weights = (maker.args[0] for maker in pair if maker is not None)
+        pair = [_maker(value) for value in (ids, weights)]
     if all(maker is not None and op_of(maker).name == "all_gather_rows" for maker in pair):
         ids, weights = (maker.args[0] for maker in pair if maker is not None)
     for name, first in (("route", 0), ("open_rows", 1)):

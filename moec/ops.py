@@ -174,6 +174,17 @@ def group_axis(call: Call) -> str:
     return "ep" if view == "links" else axis
 
 
+def symbol(name: str, like: Dim) -> str:
+    """The symbol `name` of the chunk of tokens that `like` counts: P beside T, P.1 beside T.1."""
+    _, dot, chunk = str(like).partition(".")
+    return name + dot + chunk
+
+
+def base_symbol(dim: Dim) -> Dim:
+    """P for P.1; a number stays one."""
+    return dim.partition(".")[0] if isinstance(dim, str) else dim
+
+
 def rowwise(call: Call, axis: str, places: Places) -> Places:
     """Each row of every argument stands for itself: all whole, or all cut along dim 0."""
     if len(set(places)) == 1 and places[0] in (Replicate(), Shard(0)):

@@ -35,6 +35,7 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "head_dim": ("a count", _is_count),
     "hidden": ("a count", _is_count),
     "how": ("keep, slice or gather", _one_of("keep", "slice", "gather")),
+    "index": ("an index", lambda value: type(value) is int and value >= 0),
     "keep": ("a count", _is_count),
     "pairs": ("halves or interleaved", _one_of("halves", "interleaved")),
     "parts": ("a count", _is_count),

@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 from moec.ir import Layout, Partial, Place, Replicate, Shard
-from moec.ops import Call, LayoutRule, Op, PlaceRule, Places, ShapeRule, Shapes, group_axis, local_dim, refuse, register
+from moec.ops import (
+    Call,
+    LayoutRule,
+    Op,
+    PlaceRule,
+    Places,
+    ShapeRule,
+    Shapes,
+    base_symbol,
+    group_axis,
+    local_dim,
+    refuse,
+    register,
+    symbol,
+)
 
 
 def _all_alike(call: Call, axis: str, places: Places) -> Places:
@@ -100,16 +114,16 @@ def _sizes_shape(call: Call) -> Shapes:
 
 
 def _gather_rows_shape(call: Call) -> Shapes:
-    (_, width), (ranks,) = call.shape(0), call.shape(1)
+    (rows, width), (ranks,) = call.shape(0), call.shape(1)
     call.same_dims(ranks, call.mesh.ep, "sizes and ranks of the group")
-    return ((("G", width), call.dtype(0)),)
+    return (((symbol("G", rows), width), call.dtype(0)),)
 
 
 def _reduce_scatter_shape(call: Call) -> Shapes:
     (rows, width), (ranks,) = call.shape(0), call.shape(1)
-    call.same_dims(rows, "G", "rows and rows gathered")
+    call.same_dims(base_symbol(rows), "G", "rows and rows gathered")
     call.same_dims(ranks, call.mesh.ep, "sizes and ranks of the group")
-    return ((("S" if call.mesh.split_parts > 1 else "T", width), call.dtype(0)),)
+    return (((symbol("S" if call.mesh.split_parts > 1 else "T", rows), width), call.dtype(0)),)
 
 
 def _same_value(call: Call) -> Shapes:

@@ -9,13 +9,27 @@ Where a row is, on the ep axis: at `home`; half-way, in the right `node` or at t
 `expert`s' rank as it arrived; or there `grouped` by expert. Symbols: P messages leave home, H arrive half-way, Q leave
 from there, R arrive at the experts, X pairs are served there, K pairs come back home; numbers where padded.
 
+A step cut in chunks has the symbols of each chunk apart: T.0, P.0, X.0 and T.1, P.1, X.1.
+
 Legend: D hidden, W bytes of a message, k top-k, n ranks of the group, M experts held.
 """
 
 from __future__ import annotations
 
 from moec.ir import Dim, Partial, Place, Replicate, Routed, Shard
-from moec.ops import Call, Op, OpError, Places, Shapes, group_axis, local_dim, refuse, register
+from moec.ops import (
+    Call,
+    Op,
+    OpError,
+    Places,
+    Shapes,
+    base_symbol,
+    group_axis,
+    local_dim,
+    refuse,
+    register,
+    symbol,
+)
 from moec.ops_comm import collective
 
 #: Where an all-to-all over a group takes rows from one place.
@@ -67,7 +81,7 @@ def _fan_out_shape(call: Call) -> Shapes:
     call.require(ids == weights, f"ids are {ids}, weights {weights}")
     call.same_dims(rows, ids[0], "rows and rows of ids")
     bound, num_ranks = call.attrs["bound"], _group_size(call)
-    sent: Dim = _SENT.get(_where(call, 0), "?") if bound is None else bound * num_ranks
+    sent: Dim = symbol(_SENT.get(_where(call, 0), "?"), rows) if bound is None else bound * num_ranks
     width = message_bytes(local_dim(hidden, "hidden"), call.dtype(0), local_dim(ids[1], "top"))
     return (((sent, width), "bytes"), ((num_ranks,), "i64"), ((sent,), "i64"))
 
@@ -110,16 +124,18 @@ def _all_to_all_shape(call: Call) -> Shapes:
     where, group, back = _where(call, 0), call.attrs["group"], call.attrs["back"]
     num_ranks = _group_size(call)
     if len(call.types) == 1:  # equal pieces
-        call.require(local_dim(rows, "rows of a padded exchange") % num_ranks == 0, f"{rows} rows for {num_ranks} ranks")
+        call.require(
+            local_dim(rows, "rows of a padded exchange") % num_ranks == 0, f"{rows} rows for {num_ranks} ranks"
+        )
         return (((rows, width), call.dtype(0)),)
     call.require(call.shape(1) == call.shape(2) == (num_ranks,), f"{call.shape(1)} counts for {num_ranks} ranks")
     hop = _BACK.get((group, where)) if back else HOPS.get((group, where))
     if hop is None:
         raise OpError(f"no hop of {group} {'comes back to' if back else 'starts at'} {where}")
-    if back and rows == "X":
-        return ((("K", width), call.dtype(0)),)
-    call.same_dims(rows, _ARRIVED[where] if back else _SENT[where], "rows and rows that travel")
-    return (((_SENT[hop] if back else _ARRIVED[hop], width), call.dtype(0)),)
+    if back and base_symbol(rows) == "X":
+        return (((symbol("K", rows), width), call.dtype(0)),)
+    call.same_dims(base_symbol(rows), _ARRIVED[where] if back else _SENT[where], "rows and rows that travel")
+    return (((symbol(_SENT[hop] if back else _ARRIVED[hop], rows), width), call.dtype(0)),)
 
 
 def _all_to_all_place(call: Call, axis: str, places: Places) -> Places:
@@ -133,7 +149,10 @@ def _all_to_all_place(call: Call, axis: str, places: Places) -> Places:
     hop = _BACK.get((group, where)) if call.attrs["back"] else HOPS.get((group, where))
     if hop is None or rows != Routed(table, where):
         raise refuse(call, axis, places, f"rows {where or 'here'} do not go over {group}")
-    here, there = Routed(table, hop if call.attrs["back"] else where), Routed(table, where if call.attrs["back"] else hop)
+    here, there = (
+        Routed(table, hop if call.attrs["back"] else where),
+        Routed(table, where if call.attrs["back"] else hop),
+    )
     if counts in ([], [here, there]):
         return (Routed(table, hop),)
     raise refuse(call, axis, places, "counts are of another hop")
@@ -160,7 +179,8 @@ def _open_place(call: Call, axis: str, places: Places) -> Places:
 def _group_shape(call: Call) -> Shapes:
     (rows, hidden), (routed, _) = call.shape(0), call.shape(1)
     call.same_dims(rows, routed, "rows and rows of ids")
-    return ((("X", hidden), call.dtype(0)), ((held(call),), "i32"), (("X",), "i64"))
+    pairs = symbol("X", rows)
+    return (((pairs, hidden), call.dtype(0)), ((held(call),), "i32"), ((pairs,), "i64"))
 
 
 def _group_place(call: Call, axis: str, places: Places) -> Places:
@@ -215,7 +235,7 @@ def _return_place(call: Call, axis: str, places: Places) -> Places:
 
 
 def _pair_counts_shape(call: Call) -> Shapes:
-    call.require(call.shape(0)[0] == "R", "pairs are counted where rows arrived at their experts")
+    call.require(base_symbol(call.shape(0)[0]) == "R", "pairs are counted where rows arrived at their experts")
     return ((call.shape(1), "i64"),)
 
 
@@ -245,7 +265,7 @@ def _fan_in_place(call: Call, axis: str, places: Places) -> Places:
 
 
 def _pair_order_shape(call: Call) -> Shapes:
-    return ((("K",), "i64"), ((_group_size(call),), "i64"))
+    return (((symbol("K", call.shape(0)[0]),), "i64"), ((_group_size(call),), "i64"))
 
 
 def _pair_order_place(call: Call, axis: str, places: Places) -> Places:
@@ -275,7 +295,9 @@ ROWS = ("float", "i64", "fp32")
 
 register(Op("fan_out", ROWS, _fan_out_shape, _fan_out_place, ("table", "group", "bound", "drop"), num_results=3))
 collective("exchange_counts", ("i64",), _counts_shape, _forward, "table")
-collective("all_to_all.start", ("row", "i64", "i64"), _all_to_all_shape, _all_to_all_place, "table", "back", num_optional=2)
+collective(
+    "all_to_all.start", ("row", "i64", "i64"), _all_to_all_shape, _all_to_all_place, "table", "back", num_optional=2
+)
 register(Op("all_to_all.wait", ("row",), _wait_shape, lambda call, axis, places: places))
 register(Op("open_rows", ("bytes",), _open_shape, _open_place, ("hidden", "top", "dtype"), num_results=3))
 register(Op("group_rows", ("float", "i64"), _group_shape, _group_place, ("table",), num_results=3))

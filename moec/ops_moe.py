@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from moec.ir import Dim, Partial, Placed, Replicate, Routed, Shard
-from moec.ops import Call, Op, Places, Shapes, like_first, local_dim, refuse, register, rows_and_param
+from moec.ops import (
+    Call,
+    Op,
+    Places,
+    Shapes,
+    base_symbol,
+    like_first,
+    local_dim,
+    refuse,
+    register,
+    rows_and_param,
+    rowwise,
+)
 
 
 def held(call: Call) -> Dim:
@@ -85,6 +97,23 @@ def _grouped_gate_up_place(call: Call, axis: str, places: Places) -> Places:
     return (place,)
 
 
+def _chunk_shape(call: Call) -> Shapes:
+    rows, *rest = call.shape(0)
+    call.require(call.attrs["index"] < call.attrs["parts"], f"chunk {call.attrs['index']} of {call.attrs['parts']}")
+    call.require(base_symbol(rows) == rows and isinstance(rows, str), f"{rows} rows cannot be cut in chunks again")
+    return (((f"{rows}.{call.attrs['index']}", *rest), call.dtype(0)),)
+
+
+def _join_shape(call: Call) -> Shapes:
+    rows, *rest = call.shape(0)
+    whole = base_symbol(rows)
+    for index in range(len(call.types)):
+        call.require(call.shape(index) == (f"{whole}.{index}", *rest), f"part {index} is {call.shape(index)}")
+    return (((whole, *rest), call.dtype(0)),)
+
+
+#: Most chunks that a step is cut in.
+MOST_CHUNKS = 8
 ROUTE = ("score", "top", "groups", "keep", "renormalize", "scale", "table")
 GROUPED = ("float", "i32", "float")
 
@@ -93,3 +122,5 @@ register(Op("route", ("fp32", "fp32"), _route_shape, rows_and_param, ROUTE, num_
 register(Op("moe", ("float", "i64", "fp32", *("float",) * 3), _moe_shape, _moe_place, ("table",), kernels=()))
 register(Op("grouped_linear", GROUPED, _grouped_shape, _grouped_place))
 register(Op("grouped_gate_up", GROUPED, _grouped_gate_up_shape, _grouped_gate_up_place, kernels=("torch", "triton")))
+register(Op("chunk_rows", ("any",), _chunk_shape, rowwise, ("parts", "index")))
+register(Op("join_rows", ("float",) * MOST_CHUNKS, _join_shape, rowwise, num_optional=MOST_CHUNKS - 1))
