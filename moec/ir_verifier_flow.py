@@ -132,19 +132,17 @@ def _result(value: object, name: str, index: int) -> fx.Node | None:
 
 
 def _belong(ids: object, weights: object) -> bool:
-    """Ids and weights came together: from one route (each perhaps all-gathered) or out of one message."""
-    pair = [_maker(value) for value in (ids, weights)]
-    while all(maker is not None and op_of(maker).name == "chunk_rows" for maker in pair):
-        if len({maker.kwargs["index"] for maker in pair if maker is not None}) != 1:
+    """Ids and weights came together: from one route (each perhaps cut and all-gathered) or out of one message."""
+    first, second = _maker(ids), _maker(weights)
+    while first is not None and second is not None and op_of(first).name in ("all_gather_rows", "chunk_rows"):
+        if first.target is not second.target or first.kwargs != second.kwargs:
             return False
-        ids, weights = (maker.args[0] for maker in pair if maker is not None)
-        pair = [_maker(value) for value in (ids, weights)]
-    if all(maker is not None and op_of(maker).name == "all_gather_rows" for maker in pair):
-        ids, weights = (maker.args[0] for maker in pair if maker is not None)
-    for name, first in (("route", 0), ("open_rows", 1)):
-        found = _result(ids, name, first)
+        ids, weights = first.args[0], second.args[0]
+        first, second = _maker(ids), _maker(weights)
+    for name, index in (("route", 0), ("open_rows", 1)):
+        found = _result(ids, name, index)
         if found is not None:
-            return found is _result(weights, name, first + 1)
+            return found is _result(weights, name, index + 1)
     return False
 
 
