@@ -121,11 +121,20 @@ class Grouping(Node):
 
 
 @dataclass(frozen=True)
+class Capped(Node):
+    """`capacity = 2.0 drop`: what does not fit is left out."""
+
+    name: Name
+    value: Expression
+
+
+@dataclass(frozen=True)
 class Override(Node):
-    """The value of one `--set`."""
+    """The value of one `--set`, with what follows `keep`, and the word `drop`, where written."""
 
     value: Expression
     keep: Expression | None
+    drop: str | None
 
 
 @dataclass(frozen=True)
@@ -198,7 +207,7 @@ class Phase(Node):
     """`kind` is `prefill` or `decode`."""
 
     kind: str
-    items: tuple[Setting, ...]
+    items: tuple[Setting | Capped, ...]
 
 
 @dataclass(frozen=True)

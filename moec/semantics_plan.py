@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from moec.checked import Gqa, MeshSpec, Model, Moe, Phase, Plan
@@ -12,9 +12,9 @@ from moec.semantics_fields import Fields, settings
 from moec.semantics_values import Values
 
 DTYPES = ("bf16", "fp16", "fp32")
-EXCHANGES = ("flat", "gather")
-UNBUILT_EXCHANGES = ("padded", "two_hop", "aggregate", "auto")
-UNBUILT_PHASE = {"capacity": "every routed row is sent: leave `capacity` out"}
+EXCHANGES = ("flat", "padded", "gather", "two_hop", "aggregate", "auto")
+COMBINES = ("ordered", "reduced", "auto")
+PHASE_SETTINGS = ("exchange", "combine", "capacity", "overlap")
 DEFAULT_CONTEXT, DEFAULT_TOKENS, DEFAULT_BATCH = 4096, 4096, 8
 T = TypeVar("T")
 SIZES = {"prefill": ("tokens", DEFAULT_TOKENS), "decode": ("batch", DEFAULT_BATCH)}
@@ -82,12 +82,64 @@ def _phase(node: ast.Plan, kind: str, values: Values) -> Phase | None:
         values.problems.add("E0205", f"`{kind}` is given twice", again.span, help="join them", also=also)
     span = phases[0].span if phases else node.name.span
     key, default = SIZES[kind]
-    given = settings(phases[0].items) if phases else []
-    fields = Fields(values, f"`{kind}`", span, given, (key, "exchange", "overlap"), UNBUILT_PHASE)
+    items = phases[0].items if phases else ()
+    fields = Fields(values, f"`{kind}`", span, [(i.name, i.value) for i in items], (key, *PHASE_SETTINGS))
     size = fields.whole(key, default)
-    exchange = fields.choice("exchange", EXCHANGES, "flat", UNBUILT_EXCHANGES)
-    overlap = fields.choice("overlap", ("off",), "off", ("auto", "on", "two_batch"))
-    return Phase(kind, size, exchange, span) if size and exchange and overlap else None
+    exchange = fields.choice("exchange", EXCHANGES, "flat")
+    combine = _combine(fields, exchange)
+    capacity = _capacity(fields, exchange)
+    drop = _drop(items, values)
+    if not (_overlap(fields) and size and exchange and combine):
+        return None
+    return Phase(kind, size, exchange, span, combine, capacity, drop)
+
+
+def _combine(fields: Fields, exchange: str | None) -> str | None:
+    """How results come home. Only `flat` sends a row for each choice of a token home, to be summed there in order."""
+    default = "ordered" if exchange == "flat" else "auto" if exchange == "auto" else "reduced"
+    combine = fields.choice("combine", COMBINES, default)
+    if exchange == "auto" and combine not in (None, "auto"):
+        _refuse_pair(fields, f"combine = {combine}", exchange, "both are chosen together: leave `combine` out")
+    elif exchange not in (None, "flat", "auto") and combine == "ordered":
+        help = "sums come back there: leave `combine` out, or use `exchange = flat`"
+        _refuse_pair(fields, "combine = ordered", exchange, help)
+    return default if combine == "auto" and exchange != "flat" else combine
+
+
+def _capacity(fields: Fields, exchange: str | None) -> float | None:
+    if not fields.has("capacity"):
+        return None
+    if exchange not in (None, "padded"):
+        help = "only a padded exchange has one: leave it out, or use `exchange = padded`"
+        _refuse_pair(fields, "capacity", exchange, help)
+    return fields.decimal("capacity")
+
+
+def _refuse_pair(fields: Fields, what: str, exchange: str | None, help: str) -> None:
+    """A setting that does not go with the phase's exchange."""
+    also = [Label(fields.at("exchange"), "because of this")] if fields.has("exchange") else []
+    message = f"`{what}` does not go with `exchange = {exchange}`"
+    fields.problems.add("E0224", message, fields.key_at(what.split()[0]), help=help, also=also)
+
+
+def _drop(items: Sequence[ast.Setting | ast.Capped], values: Values) -> bool:
+    """Whether what does not fit is left out."""
+    capped = [item for item in items if isinstance(item, ast.Capped)]
+    for item in capped:
+        if item.name.id != "capacity":
+            help = "only `capacity = N drop` has a `drop`"
+            values.problems.add("E0202", f"`{item.name.id}` takes no `drop`", item.span, help=help)
+    return bool(capped)
+
+
+def _overlap(fields: Fields) -> bool:
+    """Whether `overlap` is right: `off` is what is built of `off`, `auto` and a number of chunks."""
+    node = fields.need("overlap") if fields.has("overlap") else None
+    if isinstance(node, ast.Number):
+        help = "what is built: `off`"
+        fields.problems.add("E0219", f"`overlap = {node.literal}` is not built yet", node.span, help=help)
+        return False
+    return fields.choice("overlap", ("off",), "off", ("auto",)) is not None
 
 
 def _join(model: Model, mesh: MeshSpec, run: Span, values: Values) -> None:

@@ -24,7 +24,7 @@ KINDS: dict[str, type[ast.Node]] = {
     "plan": ast.Plan,
 }
 #: Settings of a phase that may be given for both at once.
-BOTH_PHASES = ("exchange", "overlap", "capacity")
+BOTH_PHASES = ("exchange", "combine", "capacity", "overlap")
 PHASES = ("prefill", "decode")
 Target = ast.Constant | ast.Cluster | ast.Model | ast.Mesh | ast.Plan
 TARGETS = (ast.Constant, ast.Cluster, ast.Model, ast.Mesh, ast.Plan)
@@ -76,7 +76,7 @@ class _Override:
         return node.name.id == head
 
     def _constant(self, node: ast.Constant) -> ast.Constant:
-        if len(self.path) > 2 or self.value.keep is not None:
+        if len(self.path) > 2 or self.value.keep is not None or self.value.drop is not None:
             self._refuse(f"constant `{node.name.id}` has no parts", 0, "write it like `--set const.n=4`")
         return replace(node, value=self.value.value)
 
@@ -89,11 +89,23 @@ class _Override:
             for phase in PHASES:
                 block = self._with_phase(block, phase, key)
             return block
+        if self._is_refused(block):
+            return block
         name = ast.Name(key, span=self._span(depth))
         old = next((i for i in block.items if _key(i) == key), None)
         new = self._item(block, name, old)
         items = tuple(new if item is old else item for item in block.items)
         return replace(block, items=items if old is not None else (*items, new))
+
+    def _is_refused(self, block: ast.Node) -> bool:
+        """Whether the value has a word after it that no setting of this block takes."""
+        tails = (("keep", self.value.keep, ast.Router, "groups"), ("drop", self.value.drop, ast.Phase, "capacity"))
+        for word, part, owner, setting in tails:
+            if part is not None and not isinstance(block, owner):
+                help = f"only `{setting}` has a `{word}`"
+                self._refuse(f"`{'.'.join(self.path)}` takes no `{word}`", len(self.path) - 1, help)
+                return True
+        return False
 
     def _item(self, block: ast.Node, name: ast.Name, old: ast.Node | None) -> ast.Node:
         """What stands for `name` from now on."""
@@ -106,6 +118,8 @@ class _Override:
             return replace(old, groups=value, keep=keep or old.keep)
         if keep is not None:
             return ast.Grouping(name, value, keep, span=span)
+        if self.value.drop is not None:
+            return ast.Capped(name, value, span=span)
         return ast.Setting(name, value, span=span)
 
     def _change_inner(self, block: Any, depth: int) -> Any:
@@ -160,4 +174,4 @@ def _key(item: ast.Node) -> str | None:
     """The name under which `--set` finds an item of a block."""
     if isinstance(item, ast.View):
         return item.kind
-    return item.name.id if isinstance(item, (ast.Setting, ast.Grouping, ast.Attention, ast.ExpertGroup)) else None
+    return item.name.id if isinstance(item, (ast.Setting, ast.Grouping, ast.Capped, ast.Attention, ast.ExpertGroup)) else None

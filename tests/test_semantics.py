@@ -20,7 +20,7 @@ from moec.semantics import Spec, check
 from moec.semantics_blocks import ROUTER_SETTINGS, YARN_ARGUMENTS
 from moec.semantics_mesh import CLUSTER_SETTINGS
 from moec.semantics_model import SETTINGS
-from moec.semantics_plan import EXCHANGES, UNBUILT_EXCHANGES
+from moec.semantics_plan import COMBINES, EXCHANGES, PHASE_SETTINGS
 from moec.semantics_values import UNITS
 from moec.specs import read, shipped
 
@@ -459,7 +459,7 @@ def test_set_on_the_default_plan_and_mesh() -> None:
         ("plan.context=3 4", "E0101", ""),
         ("plan.context=0", "E0208", ""),
         ("plan.context=\x00", "E0111", ""),
-        ("plan.exchange=two_hop", "E0219", ""),
+        ("plan.overlap=auto", "E0219", "what is built: `off`"),
         ("const.n.x=3", "E0222", ""),
         ("plan.run=m", "E0202", ""),
         ("model.attention.heads=3", "E0222", ""),
@@ -491,4 +491,4 @@ def test_examples_of_the_language_page(number: int) -> None:
 def test_the_language_page_names_every_reserved_word_unit_and_setting() -> None:
     words = set(re.findall(r"[\w/]+", (ROOT / "docs" / "language.md").read_text()))
     assert words >= {*reserved_words(), *UNITS, *SETTINGS, *ROUTER_SETTINGS, *CLUSTER_SETTINGS, *YARN_ARGUMENTS}
-    assert words >= {*EXCHANGES, *UNBUILT_EXCHANGES, "placement", "context", "tokens", "batch", "overlap", "capacity"}
+    assert words >= {*EXCHANGES, *COMBINES, *PHASE_SETTINGS, "placement", "context", "tokens", "batch"}
