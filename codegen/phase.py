@@ -1,6 +1,6 @@
 """From a Program to the values of `phase.py.jinja`, the Python module a person reads and a rank runs.
 
-Values get short names from what makes them (`q` from `attention.q`, `rows` from a dispatch). A name is taken again once
+Values get short names from what makes them (`q` from `attention.q`, `rows` from `fan_out`). A name is taken again once
 its value has been read for the last time, which also frees that value's memory.
 """
 
@@ -35,27 +35,31 @@ RESULT_NAMES: dict[str, tuple[str, ...]] = {
     "all_to_all.wait": ("rows",),
     "attention": ("o",),
     "combine": ("y",),
-    "dispatch": ("rows", "counts", "order"),
+    "count_pairs": ("served",),
     "embed": ("x",),
     "exchange_counts": ("received",),
     "exchange_sizes": ("sizes",),
+    "fan_in": ("y",),
+    "fan_out": ("rows", "counts", "origin"),
     "gate_up": ("act",),
-    "group_rows": ("rows", "offsets", "perm"),
+    "group_rows": ("rows", "offsets", "pairs"),
     "grouped_gate_up": ("act",),
     "grouped_linear": ("rows",),
     "merge_heads": ("*",),
     "mla_attention": ("o",),
     "moe": ("y",),
-    "offsets": ("offsets",),
+    "open_rows": ("rows", "ids", "weights"),
+    "pair_order": ("order", "wanted"),
+    "reduce_rows": ("rows",),
     "reduce_scatter_rows": ("*",),
     "relayout": ("*",),
+    "return_rows": ("rows",),
     "rope": ("*",),
     "route": ("ids", "weights"),
     "router_logits": ("logits",),
     "silu_mul": ("act",),
     "split_heads": ("*",),
     "take": ("*",),
-    "ungroup_rows": ("rows",),
 }
 #: Names of products with a weight, where not the last part of the weight's own name (`k` are the kernels).
 PRODUCT_NAMES = {"embed": "logits", "head": "logits", "k": "key", "q": "query", "v": "value"}

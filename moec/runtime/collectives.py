@@ -4,8 +4,7 @@ Everything travels by `all_to_all_single` with exact splits, the one form that t
 NCCL alike (and on gloo also the fastest). Sums are made here, in rank order and in fp32, so that a result does not
 depend on how a library orders its additions. A rank with no rows takes part like any other.
 
-Shapes: S rows of this rank, P rows sent, R received, G rows of the whole group, D width, n ranks of the group,
-M experts held here.
+Shapes: S rows of this rank, P rows sent, R received, G rows of the whole group, D width, n ranks of the group.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moec.diagnostics import MoecError, fail
-from moec.placement import Placement, balanced
+from moec.placement import balanced
 from moec.runtime.groups import Announced, Group
 from moec.runtime.launch_report import PeerLost, first_line, is_peer_loss
 from moec.runtime.step import Step
@@ -33,8 +32,6 @@ class Context(Protocol):
 
     @property
     def groups(self) -> Mapping[str, Group]: ...
-    @property
-    def placements(self) -> Mapping[str, Placement]: ...
     @property
     def step(self) -> Step: ...
 
@@ -94,30 +91,42 @@ def gather(group: Group, x: Tensor, sizes: Sequence[int], op: str) -> Tensor:
 
 
 def exchange_counts(ctx: Context, counts: Tensor, *, table: str, group: str) -> Tensor:
-    """counts i64 [num slots], this rank's rows per expert slot -> i64 [n, M], each rank's rows per slot held here."""
+    """counts i64 [n], rows of this rank for each rank of the group -> i64 [n], rows of each rank for this one."""
     at = ctx.groups[group]
-    slots = list(ctx.placements[table].counts)
-    held = slots[at.index]
-    recv = finish(start(at, counts, slots, [held] * at.size, "exchange_counts")).view(at.size, held)
-    at.announced.append(Announced(recv, _sums(counts.tolist(), slots), [sum(row) for row in recv.tolist()]))
+    recv = finish(start(at, counts, [1] * at.size, [1] * at.size, "exchange_counts"))
+    at.announced.append(Announced(recv, counts.tolist(), recv.tolist()))
     return recv
 
 
 def all_to_all_start(
-    ctx: Context, rows: Tensor, counts: Tensor, recv: Tensor, *, table: str, group: str, back: bool = False
+    ctx: Context,
+    rows: Tensor,
+    counts: Tensor | None = None,
+    recv: Tensor | None = None,
+    *,
+    table: str,
+    group: str,
+    back: bool = False,
 ) -> Pending:
-    """Rows [P, D] in order of their slot to the ranks of their experts; `back`: rows [R, D] home again.
+    """Rows [P, D] to the group's ranks, counts[i] of them to rank i, from which recv[i] come; `back`: the other way.
 
-    The splits are held against what `exchange_counts` told the peers, which makes them each other's transpose.
+    Without counts each rank gets an equal piece. Counts that lead out were exchanged, which makes them each other's
+    transpose; they are held against what the peers were told. Those that lead back may be of other rows (one per pair).
 
     Raises:
-        MoecError: E0610, rows or splits differ from what was announced.
+        MoecError: E0610, rows or counts differ from what was announced.
         PeerLost: a peer is gone.
     """
     at = ctx.groups[group]
-    sends = _sums(counts.tolist(), ctx.placements[table].counts)
-    receives = [sum(row) for row in recv.tolist()]
-    _check_announced(at, recv, sends, receives)
+    if counts is None or recv is None:
+        equal = [rows.shape[0] // at.size] * at.size
+        return start(at, rows, equal, equal, "all_to_all")
+    sends, receives = counts.tolist(), recv.tolist()
+    told = next((entry for entry in at.announced if entry.recv is recv), None)
+    if told is not None:
+        _check_announced(at, told, sends, receives)
+    elif not back:
+        raise _disagree(f"all_to_all in {at.name} uses counts that were not exchanged in this group")
     if back:
         sends, receives = receives, sends
     return start(at, rows, sends, receives, "all_to_all")
@@ -128,10 +137,7 @@ def all_to_all_wait(ctx: Context, handle: Pending) -> Tensor:
     return finish(handle)
 
 
-def _check_announced(group: Group, recv: Tensor, sends: list[int], receives: list[int]) -> None:
-    told = next((entry for entry in group.announced if entry.recv is recv), None)
-    if told is None:
-        raise _disagree(f"all_to_all in {group.name} uses counts that were not exchanged in this group")
+def _check_announced(group: Group, told: Announced, sends: list[int], receives: list[int]) -> None:
     me = group.ranks[group.index]
     for peer, mine, theirs in zip(group.ranks, receives, told.receives, strict=True):
         if mine != theirs:
@@ -213,14 +219,6 @@ def _sizes(group: Group, rows: int, device: torch.device) -> list[int]:
     """Each rank's number, where this rank's is `rows`."""
     mine = torch.tensor([rows], dtype=torch.int64, device=device)
     return [int(size) for size in gather(group, mine, [1] * group.size, "exchange_sizes").tolist()]
-
-
-def _sums(counts: Sequence[int], pieces: Sequence[int]) -> list[int]:
-    """Sums of the first pieces[0] counts, of the next pieces[1], and so on."""
-    if len(counts) != sum(pieces):
-        raise _disagree(f"there are {len(counts)} counts for {sum(pieces)} expert slots")
-    values = iter(counts)
-    return [sum(next(values) for _ in range(size)) for size in pieces]
 
 
 def _ordered_sum(parts: Tensor) -> Tensor:

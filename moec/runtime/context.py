@@ -15,6 +15,12 @@ from moec.runtime.groups import Group
 from moec.runtime.launch_status import Status
 from moec.runtime.step import Step
 
+#: The torch dtype of each dtype of a Program.
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+#: Where `Context.memo` counts rows left out of padded exchanges, by layer.
+DROPPED = "dropped"
+
 
 @dataclass(frozen=True, eq=False)
 class Context:
@@ -61,13 +67,10 @@ class Context:
         """i64[L]: rows whose logits are wanted."""
         return self.step.select
 
-    def slot_of(self, table: str, device: torch.device) -> Tensor:
-        """i64[E]: slot number (rank by rank of the ep group) of each expert under a placement table."""
-        key = ("slot_of", table, device)
-        if key not in self.memo:
-            self.memo[key] = torch.tensor(self.placements[table].slot_of, dtype=torch.int64, device=device)
-        found: Tensor = self.memo[key]
-        return found
+    def count_dropped(self, rows: Tensor) -> None:
+        """Add to the rows that this layer has left out of padded exchanges since the program was loaded (i64 scalar)."""
+        counted: dict[int | None, Tensor] = self.memo.setdefault(DROPPED, {})
+        counted[self.layer] = counted[self.layer] + rows if self.layer in counted else rows
 
     def held(self, table: str) -> range:
         """Slot numbers that this rank holds under a placement table."""

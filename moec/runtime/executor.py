@@ -14,13 +14,11 @@ from torch import Tensor
 from moec.codegen.phase import render_phase
 from moec.diagnostics import fail
 from moec.ir import Param, Placed, Program
-from moec.runtime.context import Context
+from moec.runtime.context import DROPPED, DTYPES, Context
 from moec.runtime.groups import Group
 from moec.runtime.kernels import kernels_for
 from moec.runtime.launch_status import Status
 from moec.runtime.step import Step
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +75,15 @@ class Executor:
             memo=self._memo,
         )
         return self._forward(self._kernels, self._weights, context).float()
+
+    @property
+    def dropped(self) -> dict[int, int]:
+        """Layer -> rows of this rank that did not fit a padded exchange and went round their experts, over all steps.
+
+        A row counts once for each rank that had no room for it.
+        """
+        counted: Mapping[int, Tensor] = self._memo.get(DROPPED, {})
+        return {layer: found for layer, rows in counted.items() if (found := int(rows))}
 
 
 def load_phase(source: str, phase: str) -> Callable[..., Tensor]:
