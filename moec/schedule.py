@@ -1,0 +1,143 @@
+"""When the operations of a body run, by their costs: a simulation of one rank's streams, and a better order.
+
+One rank issues its operations one after the other. A start takes its link's stream and lets the rank go on; its wait
+holds the rank until the transfer has ended; everything else keeps the rank busy for as long as it takes, a collective
+that is not started its link as well. Ranks are taken to be alike, so that one rank's time is the step's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from moec.ir import Body, is_op, op_of, results_of
+
+#: Microseconds of an operation: of a start, those of its transfer.
+Cost = Callable[[fx.Node], float]
+
+#: What issuing a start costs the rank.
+ISSUE_US = 2.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """One operation on its stream, in microseconds from the beginning of the body."""
+
+    node: fx.Node
+    stream: str
+    start: float
+    end: float
+
+
+class Streams:
+    """The clock of one rank: when it is free itself, and when each link is."""
+
+    def __init__(self, cost: Cost) -> None:
+        self.cost = cost
+        self.now = 0.0
+        self.free: dict[str, float] = {}
+        self.ends: dict[fx.Node, float] = {}
+
+    def run(self, node: fx.Node) -> Span:
+        """Issue one operation."""
+        name, stream, cost = op_of(node).name, str(node.meta["stream"]), self.cost(node)
+        if name.endswith(".start"):
+            begin = max(self.now, self.free.get(stream, 0.0))
+            self.free[stream] = self.ends[node] = begin + cost
+            self.now += ISSUE_US
+            return Span(node, stream, begin, begin + cost)
+        if name.endswith(".wait"):
+            begin = self.now
+            self.now = max(self.now, self.ends[node.all_input_nodes[0]])
+            return Span(node, "compute", begin, self.now)
+        begin = max(self.now, self.free.get(stream, 0.0)) if stream != "compute" else self.now
+        self.now = begin + cost
+        if stream != "compute":
+            self.free[stream] = self.now
+        return Span(node, stream, begin, self.now)
+
+
+def simulate(body: Body, cost: Cost) -> list[Span]:
+    """Every operation of a body in its order, with its times."""
+    streams = Streams(cost)
+    return [streams.run(node) for node in operations(body)]
+
+
+def makespan(body: Body, cost: Cost) -> float:
+    """Microseconds of one run of a body."""
+    return max((span.end for span in simulate(body, cost)), default=0.0)
+
+
+def operations(body: Body) -> list[fx.Node]:
+    return [node for node in body.graph.nodes if is_op(node)]
+
+
+def reorder(body: Body, cost: Cost) -> None:
+    """List scheduling: starts as soon as their rows are there, waits when nothing else can run, longest path first.
+
+    Every rank runs this one order, so collectives need no other; reads and writes of KV state keep theirs.
+    """
+    nodes = operations(body)
+    before = _dependencies(nodes)
+    rank = _longest_paths(nodes, before, cost)
+    streams, done, order = Streams(cost), set[fx.Node](), list[fx.Node]()
+    waiting = list(nodes)
+    while waiting:
+        ready = [node for node in waiting if before[node] <= done]
+        chosen = min(ready, key=lambda node: _preference(node, rank[node], streams))
+        streams.run(chosen)
+        done.add(chosen)
+        order.append(chosen)
+        waiting.remove(chosen)
+    _place(body, order)
+
+
+def _preference(node: fx.Node, path: float, streams: Streams) -> tuple[int, float]:
+    """Starts, then what keeps the rank busy, by longest path; then the wait that ends first."""
+    name = op_of(node).name
+    if name.endswith(".start"):
+        return 0, -path
+    if name.endswith(".wait"):
+        end = streams.ends[node.all_input_nodes[0]]
+        return (1, -path) if end <= streams.now else (2, end)
+    return 1, -path
+
+
+def _dependencies(nodes: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
+    """Operations that must have run before each: those whose values it reads, and the KV access before it."""
+    last: dict[str, fx.Node] = {}
+    before: dict[fx.Node, set[fx.Node]] = {}
+    for node in nodes:
+        made = {value if is_op(value) else value.all_input_nodes[0] for value in node.all_input_nodes if _is_made(value)}
+        if "kv" in op_of(node).effects:
+            made |= {last["kv"]} if "kv" in last else set()
+            last["kv"] = node
+        before[node] = made
+    return before
+
+
+def _is_made(value: fx.Node) -> bool:
+    return value.op == "call_function"
+
+
+def _longest_paths(nodes: list[fx.Node], before: dict[fx.Node, set[fx.Node]], cost: Cost) -> dict[fx.Node, float]:
+    """Microseconds from the start of each operation to the end of the body along its longest chain."""
+    path = dict.fromkeys(nodes, 0.0)
+    for node in reversed(nodes):
+        path[node] += cost(node)
+        for earlier in before[node]:
+            path[earlier] = max(path[earlier], path[node])
+    return path
+
+
+def _place(body: Body, order: list[fx.Node]) -> None:
+    """Move the nodes of the graph into `order`, each with its numbered results behind it."""
+    first = next((n for n in body.graph.nodes if n.op not in ("placeholder", "get_attr")), None)
+    assert first is not None
+    last = first.prev
+    for node in order:
+        for value in dict.fromkeys((node, *results_of(node))):
+            last.append(value)
+            last = value
