@@ -32,6 +32,12 @@ class Placement:
         where = {expert: slot for slot, expert in enumerate(self.flat)}
         return tuple(where[expert] for expert in range(self.num_experts))
 
+    @cached_property
+    def rank_of(self) -> tuple[int, ...]:
+        """Ep rank that holds each expert."""
+        where = {expert: rank for rank, held in enumerate(self.slots) for expert in held}
+        return tuple(where[expert] for expert in range(self.num_experts))
+
     @property
     def is_even(self) -> bool:
         return len(set(self.counts)) == 1
