@@ -9,7 +9,7 @@ from typing import Any
 from moec.codegen.kernels import Dtype, GateUp, find_target, render_gate_up, specialise_gate_up
 from moec.codegen.offline import compile_gate_up, plan_entry
 from moec.codegen.renderer import Comment
-from moec.cost import routed_tops
+from moec.cost_sizes import routed_tops
 from moec.ir import Program, loc_of, op_of, type_of
 
 

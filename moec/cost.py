@@ -1,102 +1,115 @@
-"""Bytes and microseconds of what moves between ranks, from the cluster's links.
+"""Bytes, messages and microseconds of each operation of a Program, on the busiest rank in a step of the largest size.
 
-A first, closed-form account: each collective of a phase at its largest step, rows spread evenly over the group. A time
-is latency + bytes / bandwidth of the slowest link the group crosses, None where the cluster does not say.
+Times follow the alpha-beta model: m messages of n bytes together take ceil(m / concurrency) latencies and n / bandwidth.
+The link classes that one collective uses work at the same time (a device's links inside its node and its network port
+are separate engines), so the slowest counts; operations that follow one another add up. What an operation does on its
+own rank takes the larger of its arithmetic and its memory traffic, at the device's nominal rates.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import fx
 
-from moec.ir import Program, is_op, op_of, type_of
-from moec.topology import Link
+from moec.cost_flow import CLASSES
+from moec.cost_links import Load, load
+from moec.cost_local import work
+from moec.cost_routing import RoutingTrace
+from moec.cost_sizes import Sizes, sizes_of
+from moec.ir import Program, is_op, op_of, operands, type_of
+from moec.topology import Cluster, Link
 
-#: Bytes of one element.
-WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "i64": 8, "i32": 4, "bytes": 1}
+#: What a time is made of. `latency`: of messages; the rest: bytes over a class of link, or arithmetic.
+TERMS = ("latency", *reversed(CLASSES), "compute")
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """One kind of collective of one body: bytes that leave a rank each time, how often a step runs it, and the time."""
+class NodeCost:
+    """One operation of a body, each time it runs.
 
-    body: str
-    op: str
-    group: str
-    num_ranks: int
-    link: str  # intra | inter
-    send_bytes: int
-    times: int
-    us: float | None
+    `bytes` and `messages` are by class of `moec.cost_flow.CLASSES`. `terms` are (term, microseconds) that add up to its
+    time; `unknown` names the terms whose rate the cluster does not give.
+    """
 
+    node: fx.Node
+    bytes: tuple[float, float, float]
+    messages: tuple[int, int, int]
+    flops: float
+    terms: tuple[tuple[str, float], ...]
+    unknown: tuple[str, ...] = ()
 
-def token_rows(program: Program) -> int:
-    """Most token rows that one rank routes in a step: its piece of a dp rank's rows, or those of several dp ranks."""
-    mesh = program.mesh
-    return -(-program.tokens // mesh.split_parts) if mesh.tp > mesh.etp else program.tokens * mesh.split_parts
-
-
-def bounds(program: Program, top: int, held: int) -> dict[str, int]:
-    """The largest value of each run-time symbol: `top` experts a token, `held` on this rank."""
-    mesh, tokens = program.mesh, program.tokens
-    piece = token_rows(program)
-    gathered = piece * mesh.ep
-    return {
-        "T": tokens,
-        "S": piece,
-        "L": min(tokens, program.slots),
-        "P": piece * min(top, mesh.ep),
-        "K": piece * top,
-        "H": gathered,
-        "Q": gathered * min(top, mesh.local),
-        "R": gathered,
-        "X": gathered * min(top, held),
-        "G": gathered,
-        "M": held,
-    }
+    @property
+    def us(self) -> float | None:
+        """Microseconds, None where something is unknown."""
+        return None if self.unknown else sum(us for _, us in self.terms)
 
 
-def routed_tops(program: Program) -> dict[str, int]:
-    """Experts per token of each table."""
-    return {str(n.kwargs["table"]): int(str(n.kwargs["top"])) for _, n in program.nodes() if op_of(n).name == "route"}
+def node_costs(program: Program, trace: RoutingTrace | None = None) -> Iterator[tuple[str, NodeCost]]:
+    """(body, cost) of every operation, in order. Routing is random, or as in `trace`. Needs a typed Program."""
+    for body in program.bodies.values():
+        yield from ((body.name, cost) for cost in body_costs(sizes_of(program, body, trace)))
 
 
-def traffic(program: Program) -> list[Traffic]:
-    """Every collective of a phase, in the order in which a step meets them."""
-    tops = routed_tops(program)
-    sizes = bounds(
-        program, max(tops.values(), default=0), max((p.counts[0] for p in program.placements.values()), default=0)
-    )
-    out = []
-    for body, node in program.nodes():
-        group = node.kwargs.get("group")
-        if "comm" in op_of(node).effects and node.kwargs.get("how", "gather") == "gather" and group is not None:
-            times = len(program.layers_of(body.name)) or 1
-            out.append(_traffic(program, body.name, node, str(group), times, sizes))
-    return out
+def body_costs(sizes: Sizes) -> Iterator[NodeCost]:
+    """The cost of each operation of one body, in order."""
+    for node in sizes.body.graph.nodes:
+        if is_op(node):
+            yield node_cost(sizes, node)
 
 
-def _traffic(program: Program, body: str, node: fx.Node, group: str, times: int, sizes: dict[str, int]) -> Traffic:
-    ranks = program.mesh.groups()[group][0]
-    link_class = str(node.meta["stream"])
-    link = program.cluster.inter if link_class == "inter" else program.cluster.intra
-    sent = _send_bytes(node, len(ranks), sizes)
-    time = link.time_us(sent) if isinstance(link, Link) else None
-    return Traffic(body, op_of(node).name, group, len(ranks), link_class, sent, times, time)
+def node_cost(sizes: Sizes, node: fx.Node) -> NodeCost:
+    """The cost of one operation."""
+    moved = load(sizes, node)
+    return _local(sizes, node) if moved is None else _collective(sizes.program.cluster, node, moved)
 
 
-def _send_bytes(node: fx.Node, num_ranks: int, sizes: dict[str, int]) -> int:
-    """Bytes that leave one rank: its own part to each peer, or an even share of its rows in an all-to-all."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node) and is_op(node)
-    if op_of(node).name == "exchange_sizes":
-        return WIDTH["i64"] * (num_ranks - 1)
-    moved = type_of(source)
-    # rows received are bounded by the worst routing; what travels back is what came, so count it as sent rows
-    shape = ("P" if dim == "R" else dim for dim in moved.shape)
-    whole = WIDTH[moved.dtype] * math.prod(dim if isinstance(dim, int) else sizes[dim] for dim in shape)
-    if op_of(node).name in ("all_to_all.start", "exchange_counts", "reduce_scatter_rows"):
-        return whole * (num_ranks - 1) // num_ranks
-    return whole * (num_ranks - 1)
+def _collective(cluster: Cluster, node: fx.Node, moved: Load) -> NodeCost:
+    """The slowest of the links used at the same time, then what the sum of the parts reads and writes."""
+    candidates, unknown = [], []
+    for name, size, messages in zip(CLASSES, moved.bytes, moved.messages, strict=True):
+        link = _link(cluster, name)
+        if messages == 0:
+            continue
+        if link is None:
+            unknown.append(name)
+            continue
+        latency = link.time_us(0, messages) * moved.rounds if name != "memory" else 0.0
+        candidates.append((latency, link.time_us(size, 0), name))
+    latency, transfer, name = max(candidates, key=lambda c: c[0] + c[1], default=(0.0, 0.0, "memory"))
+    terms = [("latency", latency), (name, transfer)]
+    memory = _link(cluster, "memory")
+    if moved.summed and memory is not None:
+        terms.append(("memory", memory.time_us(moved.summed)))
+    size = (moved.bytes[0] + moved.summed, *moved.bytes[1:])
+    messages = (0, moved.messages[1] * moved.rounds, moved.messages[2] * moved.rounds)
+    return NodeCost(node, size, messages, 0.0, tuple(terms), tuple(unknown))
+
+
+def _local(sizes: Sizes, node: fx.Node) -> NodeCost:
+    flops, moved = work(sizes, node)
+    device = sizes.program.cluster.device
+    memory, unknown = _link(sizes.program.cluster, "memory"), []
+    rate = dict(device.tflops).get(type_of(operands(node)[0]).dtype)
+    times = []
+    if moved:
+        times += [(memory.time_us(moved), "memory")] if memory else []
+        unknown += [] if memory else ["memory"]
+    if flops:
+        times += [(flops / (rate * 1e6), "compute")] if rate else []
+        unknown += [] if rate else ["compute"]
+    us, term = max(times, default=(0.0, "memory"))
+    return NodeCost(node, (moved, 0.0, 0.0), (0, 0, 0), flops, ((term, us),), tuple(unknown))
+
+
+def _link(cluster: Cluster, name: str) -> Link | None:
+    if name == "memory":
+        rate = cluster.device.memory_gbps
+        return None if rate is None else Link(rate)
+    return cluster.inter if name == "inter" else cluster.intra
+
+
+def of_operation(cost: NodeCost) -> str:
+    """Name of the operation that a cost is of."""
+    return op_of(cost.node).name

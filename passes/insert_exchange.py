@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from moec.cost import token_rows
+from moec.cost_sizes import token_rows
 from moec.diagnostics import CompileError, Diagnostic
 from moec.ir import Program, Type, is_op, op_of, operands, type_of
 from moec.ir_build import Builder, erase

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moec.cost import WIDTH, bounds
+from moec.cost_sizes import WIDTH, bounds
 from moec.diagnostics import CompileError, Diagnostic
 from moec.ir import Body, Dim, Memory, Placed, Program, Type, is_op, op_of
 from moec.passes.base import Pass

@@ -1,0 +1,135 @@
+"""What part of the tokens needs which ranks: exact expectations for random routing, or counts over a routing trace.
+
+A `Routing` answers for any division of the experts into parts (the experts of a rank, of a node, of the ranks at one
+place of every node). E experts, k chosen per token; `part_of[e]` is expert e's part, numbered from 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Parts = Sequence[int]
+
+
+class Routing(Protocol):
+    """What one kind of layer does with its tokens."""
+
+    def touched(self, part_of: Parts, num_parts: int) -> Floats:
+        """Probability that a token has an expert in each part."""
+        ...
+
+    def pairs(self, part_of: Parts, num_parts: int) -> Floats:
+        """Expected number of a token's experts in each part."""
+        ...
+
+    def active(self, part_of: Parts, num_parts: int, tokens: float) -> Floats:
+        """Expected number of each part's experts that at least one of `tokens` tokens chose."""
+        ...
+
+
+@dataclass(frozen=True)
+class RandomRouting:
+    """Every token chooses `keep` of `groups` equal groups, then `top` of their experts, each choice as likely as others.
+
+    With all groups kept this is a plain uniform choice of `top` out of `num_experts`.
+    """
+
+    num_experts: int
+    top: int
+    groups: int = 1
+    keep: int = 1
+
+    def touched(self, part_of: Parts, num_parts: int) -> Floats:
+        """1 - C(E - m, k) / C(E, k) for a part of m experts, averaged over the groups that may be kept."""
+        in_group = self._profiles(part_of, num_parts)
+        return np.array([1.0 - _untouched(profile, self) for profile in in_group])
+
+    def pairs(self, part_of: Parts, num_parts: int) -> Floats:
+        sizes = np.bincount(part_of, minlength=num_parts).astype(float)
+        return sizes * (self.top / self.num_experts)
+
+    def active(self, part_of: Parts, num_parts: int, tokens: float) -> Floats:
+        sizes = np.bincount(part_of, minlength=num_parts).astype(float)
+        return sizes * (1.0 - (1.0 - self.top / self.num_experts) ** tokens)
+
+    def _profiles(self, part_of: Parts, num_parts: int) -> list[tuple[int, ...]]:
+        """Of each part: how many of its experts are in each group, largest first (which group it is plays no role)."""
+        groups = self.groups if self.keep < self.groups else 1
+        cells = np.asarray(part_of) * groups + np.arange(self.num_experts) // (self.num_experts // groups)
+        counted = np.sort(np.bincount(cells, minlength=num_parts * groups).reshape(num_parts, groups))[:, ::-1]
+        return [tuple(row) for row in counted.tolist()]
+
+
+@cache
+def _untouched(profile: tuple[int, ...], routing: RandomRouting) -> float:
+    """Probability that no expert is chosen of a part that has profile[g] experts in group g."""
+    keep = routing.keep if len(profile) > 1 else 1
+    eligible = routing.num_experts * keep // len(profile)
+    ways = math.comb(len(profile), keep) * math.comb(eligible, routing.top)
+    found = _kept_experts(profile, keep)
+    return float(Fraction(sum(n * math.comb(eligible - m, routing.top) for m, n in found.items()), ways))
+
+
+def _kept_experts(profile: tuple[int, ...], keep: int) -> dict[int, int]:
+    """Of all choices of `keep` groups: how many keep m of a part's experts, for each m."""
+    ways: Counter[tuple[int, int]] = Counter({(0, 0): 1})  # (groups kept so far, experts in them)
+    for size in profile:
+        taken = Counter({(kept + 1, m + size): n for (kept, m), n in ways.items() if kept < keep})
+        ways += taken
+    return {m: n for (kept, m), n in ways.items() if kept == keep}
+
+
+@dataclass(frozen=True, eq=False)
+class TracedRouting:
+    """The choices of real tokens, `expert_ids` [tokens, k], counted as they are."""
+
+    expert_ids: NDArray[np.int64]
+    num_experts: int
+
+    def touched(self, part_of: Parts, num_parts: int) -> Floats:
+        parts = np.sort(np.asarray(part_of)[self.expert_ids], axis=1)
+        is_first = np.ones(parts.shape, dtype=bool)
+        is_first[:, 1:] = parts[:, 1:] != parts[:, :-1]
+        return np.bincount(parts[is_first], minlength=num_parts) / len(self.expert_ids)
+
+    def pairs(self, part_of: Parts, num_parts: int) -> Floats:
+        parts = np.asarray(part_of)[self.expert_ids]
+        return np.bincount(parts.ravel(), minlength=num_parts) / len(self.expert_ids)
+
+    def active(self, part_of: Parts, num_parts: int, tokens: float) -> Floats:
+        share = np.bincount(self.expert_ids.ravel(), minlength=self.num_experts) / len(self.expert_ids)
+        return np.bincount(part_of, weights=1.0 - (1.0 - share) ** tokens, minlength=num_parts)
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingTrace:
+    """Expert choices of real tokens: `expert_ids` [sparse layers, tokens, k], layers in the order of the model."""
+
+    expert_ids: NDArray[np.integer]
+
+    def of_layers(self, layers: Sequence[int], num_experts: int, top: int) -> TracedRouting:
+        """The choices of some of the sparse layers, numbered from 0, as one. Raises ValueError where they do not fit."""
+        held, _, chosen = self.expert_ids.shape
+        if layers and max(layers) >= held:
+            raise ValueError(f"the trace has {held} sparse layers, the model has more")
+        if chosen != top:
+            raise ValueError(f"the trace has {chosen} experts per token, the model {top}")
+        ids = self.expert_ids[list(layers)].reshape(-1, chosen).astype(np.int64)
+        if ids.size == 0 or ids.min() < 0 or ids.max() >= num_experts:
+            raise ValueError(f"the trace has no tokens, or expert ids outside 0..{num_experts - 1}")
+        return TracedRouting(ids, num_experts)
+
+
+def expected_destinations(routing: Routing, part_of: Parts, num_parts: int) -> float:
+    """E[D]: parts that a token goes to, G (1 - C(E - E/G, k) / C(E, k)) for G equal parts of a uniform choice."""
+    return float(routing.touched(part_of, num_parts).sum())

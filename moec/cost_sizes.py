@@ -1,0 +1,158 @@
+"""How large the values of a body are in a step: at the worst, for memory, and as expected, for time.
+
+Symbols of a shape: see `moec.ir` and `moec.ops_exchange`. A step is the phase's largest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import fx
+
+from moec.cost_flow import Flow, Route, active_experts, hop, served_pairs
+from moec.cost_routing import RandomRouting, Routing, RoutingTrace
+from moec.ir import Body, Dim, Program, Type, is_op, op_of, operands, type_of
+from moec.ops_exchange import HOPS, at
+
+#: Bytes of one element.
+WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "i64": 8, "i32": 4, "bytes": 1}
+#: Share of `context` that a decoding sequence has behind it, on average over its life.
+MEAN_FILL = 0.5
+
+
+def token_rows(program: Program) -> int:
+    """Most token rows that one rank routes in a step: its piece of a dp rank's rows, or those of several dp ranks."""
+    mesh = program.mesh
+    return -(-program.tokens // mesh.split_parts) if mesh.tp > mesh.etp else program.tokens * mesh.split_parts
+
+
+def bounds(program: Program, top: int, held: int) -> dict[str, int]:
+    """The largest value of each run-time symbol: `top` experts a token, `held` on this rank."""
+    mesh, tokens = program.mesh, program.tokens
+    piece = token_rows(program)
+    gathered = piece * mesh.ep
+    return {
+        "T": tokens,
+        "S": piece,
+        "L": min(tokens, program.slots),
+        "P": piece * min(top, mesh.ep),
+        "K": piece * top,
+        "H": gathered,
+        "Q": gathered * min(top, mesh.local),
+        "R": gathered,
+        "X": gathered * min(top, held),
+        "G": gathered,
+        "M": held,
+    }
+
+
+def routed_tops(program: Program) -> dict[str, int]:
+    """Experts per token of each table."""
+    return {str(n.kwargs["table"]): int(str(n.kwargs["top"])) for _, n in program.nodes() if op_of(n).name == "route"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Expected sizes of one body's values on the busiest rank. `route` is None where the body routes nothing."""
+
+    program: Program
+    body: Body
+    route: Route | None
+    top: int = 0
+
+    @cached_property
+    def rows(self) -> float:
+        """Rows that each rank of an ep group starts with."""
+        return float(token_rows(self.program))
+
+    def dim(self, dim: Dim) -> float:
+        """A dimension; that of a chunk is its share of the whole."""
+        if isinstance(dim, int):
+            return float(dim)
+        name, _, chunk = dim.partition(".")
+        return self._symbols[name] / (self._chunks if chunk else 1)
+
+    def bytes(self, type: Type) -> float:
+        """Bytes of one rank's part of a value."""
+        return WIDTH[type.dtype] * math.prod(map(self.dim, type.shape))
+
+    def flow(self, group: str, start: str) -> Flow:
+        """The hop over `group` from `start`, per row that a rank starts with."""
+        assert self.route is not None
+        return hop(self.route, group, start)
+
+    def active_experts(self) -> float:
+        """Experts of the busiest rank that a step uses."""
+        assert self.route is not None
+        return active_experts(self.route, self.rows * self.program.mesh.ep)
+
+    @property
+    def cached_tokens(self) -> float:
+        """Tokens of a decoding sequence that are in KV memory; a prefill starts with none."""
+        return self.program.context * MEAN_FILL if self.program.phase == "decode" else 0.0
+
+    @property
+    def attended(self) -> float:
+        """Keys that one token looks at, on average: prefill takes prompts as long as a step or the context allows."""
+        if self.program.phase == "decode":
+            return self.cached_tokens
+        return min(self.program.tokens, self.program.context) / 2
+
+    @cached_property
+    def _chunks(self) -> int:
+        return max(int(str(n.kwargs["parts"])) for n in self.body.graph.nodes if is_op(n) and "index" in n.kwargs)
+
+    @cached_property
+    def _symbols(self) -> dict[str, float]:
+        program, rows = self.program, self.rows
+        found = {"T": float(program.tokens), "S": rows, "L": float(min(program.tokens, program.slots))}
+        if self.route is None:
+            return found
+        found |= {"G": rows * program.mesh.ep, "K": rows * self.top, "X": rows * served_pairs(self.route)}
+        found["M"] = float(max(self.route.placement.counts))
+        for group, start in self._hops:
+            flow, end = self.flow(group, start), HOPS[group, start]
+            found["P" if start == "home" else "Q"] = rows * flow.sent
+            found["R" if end == "expert" else "H"] = rows * flow.arrived
+        return found
+
+    @cached_property
+    def _hops(self) -> list[tuple[str, str]]:
+        """(group, start) of the hops out."""
+        return [
+            (str(node.kwargs["group"]), at(type_of(operands(node)[0]).layout.on("ep")))
+            for node in self.body.graph.nodes
+            if is_op(node) and op_of(node).name == "fan_out"
+        ]
+
+
+def sizes_of(program: Program, body: Body, trace: RoutingTrace | None = None) -> Sizes:
+    """Sizes with random routing, or with the choices of a trace."""
+    router = next((n for n in body.graph.nodes if is_op(n) and op_of(n).name == "route"), None)
+    if router is None:
+        return Sizes(program, body, None)
+    top, placement = int(str(router.kwargs["top"])), program.placements[str(router.kwargs["table"])]
+    routing: Routing = _random(router, placement.num_experts)
+    if trace is not None:
+        routing = trace.of_layers(_sparse_layers(program, body), placement.num_experts, top)
+    return Sizes(program, body, Route(program.mesh, program.cluster, placement, routing), top)
+
+
+def with_tokens(sizes: Sizes, tokens: int) -> Sizes:
+    """The same body in steps of another size."""
+    return replace(sizes, program=replace(sizes.program, tokens=tokens))
+
+
+def _random(router: fx.Node, num_experts: int) -> RandomRouting:
+    top, groups, keep = (int(str(router.kwargs[name])) for name in ("top", "groups", "keep"))
+    return RandomRouting(num_experts, top, groups, keep)
+
+
+def _sparse_layers(program: Program, body: Body) -> Sequence[int]:
+    """The body's layers, counted among those that route."""
+    routing = {b.name for b, node in program.nodes() if op_of(node).name == "route"}
+    sparse = sorted(layer for name in routing for layer in program.layers_of(name))
+    return [sparse.index(layer) for layer in program.layers_of(body.name)]
