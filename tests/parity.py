@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from moec.artifact import Artifact
 from moec.compiler import compile
 from moec.importer import import_model
+from moec.importer_mesh import parse_mesh
 from moec.runtime.generate import Request, collect_logits, generate
 from moec.runtime.launch import run_ranks
 from moec.runtime.launch_rank import Rank
@@ -20,6 +21,17 @@ from moec.runtime.session import open_session
 #: Every combination of axes the two exchanges must serve; None is one rank.
 MESHES = (None, "ep=2", "ep=3", "tp=2", "tp=2,etp=2", "ep=2,etp=2", "dp=2,tp=2", "dp=2,edp=2,ep=1")
 EXCHANGES = ("flat", "gather")
+
+#: Meshes whose expert groups span nodes (degrees, nodes), and every lowering with what comes back.
+NODE_MESHES = (("ep=2", 2), ("ep=3", 3), ("ep=4", 2), ("dp=2,tp=2", 2), ("ep=2,etp=2", 2), ("dp=4,edp=2,ep=2", 2), ("ep=2", 1))
+LOWERINGS = (
+    ("flat", "ordered"),
+    ("flat", "reduced"),
+    ("padded", "reduced"),
+    ("gather", "reduced"),
+    ("two_hop", "reduced"),
+    ("aggregate", "reduced"),
+)
 
 
 @dataclass(frozen=True)
@@ -31,11 +43,22 @@ class Outcome:
 
 
 def compile_checkpoint(
-    folder: Path, work: Path, mesh: str | None, exchange: str = "flat", kernels: str = "torch", *overrides: str
+    folder: Path,
+    work: Path,
+    mesh: str | None,
+    exchange: str = "flat",
+    kernels: str = "torch",
+    *overrides: str,
+    nodes: int = 1,
 ) -> Artifact:
-    """Import a model folder on a mesh and compile it in fp32."""
+    """Import a model folder on a mesh over `nodes` nodes and compile it in fp32."""
     source = work / "model.moe"
-    source.write_text(import_model(folder, mesh=mesh, output=source))
+    text = import_model(folder, mesh=mesh, output=source)
+    if nodes > 1:
+        num_ranks = parse_mesh(mesh).dp * parse_mesh(mesh).tp
+        text = f"cluster nodes {{ devices = {num_ranks // nodes} }}\n" + text
+        text = text.replace("mesh ranks {", f"mesh ranks on nodes[{nodes}] {{")
+    source.write_text(text)
     settings = ["plan.compute=fp32", f"plan.exchange={exchange}", "plan.context=160", *overrides]
     return compile(source, overrides=settings, kernels=kernels)
 

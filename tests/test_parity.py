@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import checkpoints
-from tests.parity import EXCHANGES, MESHES, Outcome, compile_checkpoint, run, worst
+from tests.parity import EXCHANGES, LOWERINGS, MESHES, NODE_MESHES, Outcome, compile_checkpoint, run, worst
 
 LENGTHS = (7, 19, 12)
 TRAINED = ("tiny-deepseek-v3", "small-qwen3-moe")
@@ -80,6 +80,23 @@ def test_trained_model(
     name: str, mesh: str | None, exchange: str, shared: Path, folders: Path, tmp_path: Path
 ) -> None:
     _check(_trained_case(shared / "models" / name), mesh, exchange, folders, tmp_path)
+
+
+@pytest.mark.parametrize("mesh,nodes", NODE_MESHES)
+@pytest.mark.parametrize("exchange,combine", LOWERINGS)
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_every_lowering(
+    family: str, exchange: str, combine: str, mesh: str, nodes: int, folders: Path, tmp_path: Path
+) -> None:
+    """All lowerings of the exchange, over one node and several: uneven experts, ep x tp, copies of the group."""
+    case = _random_case(family, folders)
+    settings = f"plan.combine={combine}"
+    artifact = compile_checkpoint(case.folder, tmp_path, mesh, exchange, "torch", settings, nodes=nodes)
+    found = run(artifact, case.folder, tmp_path, case.prompts)
+    assert worst(found.logits, case.wanted.logits) < 1e-4
+    assert found.tokens == case.wanted.tokens
+    alone = _one_rank(case.folder, tuple(map(tuple, case.prompts)), folders)
+    assert worst(found.logits, alone.logits) < 5e-5
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
