@@ -6,6 +6,7 @@ D hidden, V vocabulary, E routed experts, I inner width of one expert.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from moec.diagnostics import Span
@@ -142,13 +143,26 @@ class MeshSpec:
     placement: str
     span: Span
 
+    @property
+    def nodes(self) -> int:
+        """Nodes that each ep group spans with the same number of its ranks in each; 0 where the groups do not."""
+        block = self.ep * self.etp
+        found = set()
+        for first in (edp_i * block + etp_i for edp_i in range(self.edp) for etp_i in range(self.etp)):
+            in_node = Counter(
+                self.cluster.node_of(rank) for rank in range(first, first - first % block + block, self.etp)
+            )
+            found.add(len(in_node) if len(set(in_node.values())) == 1 else 0)
+        return found.pop() if len(found) == 1 else 0
+
 
 @dataclass(frozen=True)
 class Phase:
     """`tokens`: prefill rows per dp rank and step; decode: sequences per dp rank (`batch`).
 
     `exchange`: flat, padded, gather, two_hop or aggregate. `combine`: ordered (a row per choice comes home) or reduced
-    (sums do). `capacity`: room of a padded exchange in even shares, None for every token; `drop` what does not fit.
+    (sums do). Either is auto where the compiler is to choose. `capacity`: room of a padded exchange in even shares,
+    None for every token; `drop` what does not fit.
     """
 
     name: str  # prefill | decode

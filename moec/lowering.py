@@ -5,14 +5,13 @@ What the model computes is written here once, in the operations of `moec.ops`; t
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from dataclasses import dataclass
 
 from torch import fx
 
-from moec.checked import Experts, Gqa, Layer, MeshSpec, Mla, Model, Moe, Phase, Plan, Rotary, Swiglu
+from moec.checked import Experts, Gqa, Layer, Mla, Model, Moe, Phase, Plan, Rotary, Swiglu
 from moec.diagnostics import Span
 from moec.ir import Body, Loc, Param, Program, Run, State
 from moec.ir_build import Builder
@@ -32,7 +31,7 @@ def lower(plan: Plan, phase: Phase, source: str) -> Program:
         name=plan.model.name,
         phase=phase.name,
         source=os.path.basename(source),
-        mesh=Mesh(spec.dp, spec.tp, spec.edp, spec.ep, spec.etp, _nodes(spec)),
+        mesh=Mesh(spec.dp, spec.tp, spec.edp, spec.ep, spec.etp, spec.nodes),
         cluster=spec.cluster,
         tokens=phase.tokens,
         slots=plan.decode.tokens,
@@ -54,16 +53,6 @@ def lower(plan: Plan, phase: Phase, source: str) -> Program:
     _epilogue(program, model, lowered)
     program.runs.append(Run("epilogue"))
     return program
-
-
-def _nodes(spec: MeshSpec) -> int:
-    """Nodes that each ep group spans in equal runs of its ranks; 0 where the groups do not."""
-    found = set()
-    flat = Mesh(spec.dp, spec.tp, spec.edp, spec.ep, spec.etp)
-    for ranks in flat.groups().get("experts.ep", ()):
-        runs = [len(list(run)) for _, run in itertools.groupby(ranks, spec.cluster.node_of)]
-        found.add(len(runs) if len(set(runs)) == 1 else 0)
-    return found.pop() if len(found) == 1 else 1 if not found else 0
 
 
 def _kinds(model: Model) -> list[tuple[str, Layer, list[int]]]:

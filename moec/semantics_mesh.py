@@ -50,10 +50,11 @@ def _link(fields: Fields, key: str) -> Link | None:
     call = fields.call(key, "link")
     if call is None:
         return None
-    given = arguments(fields.values, call, ("rate", "latency"))
+    given = arguments(fields.values, call, ("rate", "latency", "concurrency"))
     rate = given.amount("rate", "bytes per second", "450 GB/s")
     latency = given.amount("latency", "time", "2 us") if given.has("latency") else 0.0
-    return None if rate is None or latency is None else Link(rate / 1e9, latency)
+    concurrency = given.whole("concurrency", Link.concurrency, high=MAX_RANKS)
+    return Link(rate / 1e9, latency, concurrency) if rate and latency is not None and concurrency else None
 
 
 def check_mesh(node: ast.Mesh, values: Values, clusters: Mapping[str, Cluster | None]) -> MeshSpec | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from moec.checked import Gqa, MeshSpec, Model, Moe, Phase, Plan
@@ -48,6 +49,8 @@ def check_plan(
     if model is None or mesh is None or context is None or compute is None:
         return None
     _join(model, mesh, run.span, values)
+    for phase in phases.values():
+        _need_equal_nodes(node, phase, mesh, values)
     _need_experts(model, mesh, expert_views.get(run.mesh.id if run.mesh else ""), run.span, values)
     prefill, decode = phases["prefill"], phases["decode"]
     if prefill is None or decode is None or len(values.problems.found) > before:
@@ -74,9 +77,13 @@ def _find(name: ast.Name, kind: str, declared: Mapping[str, T | None], values: V
     return declared.get(name.id)
 
 
+def _written(node: ast.Plan, kind: str) -> list[ast.Phase]:
+    return [item for item in node.items if isinstance(item, ast.Phase) and item.kind == kind]
+
+
 def _phase(node: ast.Plan, kind: str, values: Values) -> Phase | None:
     """The settings of one phase; the phase may be left out."""
-    phases = [item for item in node.items if isinstance(item, ast.Phase) and item.kind == kind]
+    phases = _written(node, kind)
     for again in phases[1:]:
         also = [Label(phases[0].span, "first given here")]
         values.problems.add("E0205", f"`{kind}` is given twice", again.span, help="join them", also=also)
@@ -174,6 +181,19 @@ def _share_kv(attention: Gqa, mesh: MeshSpec, run: Span, values: Values) -> None
         help = f"tp can be {_degrees(kv)}, or a multiple of {kv}"
         message = f"{kv} KV heads of `{attention.name}` neither split over tp({tp}) nor repeat evenly on it"
         values.problems.add("E0306", message, run, help=help, also=also)
+
+
+def _need_equal_nodes(node: ast.Plan, phase: Phase | None, mesh: MeshSpec, values: Values) -> None:
+    """Hops between and inside nodes take place at the same local index in every node."""
+    if phase is None or phase.exchange not in ("two_hop", "aggregate") or mesh.ep == 1 or mesh.nodes:
+        return
+    at = next(item.value.span for item in _written(node, phase.name)[0].items if item.name.id == "exchange")
+    cluster, ranks = mesh.cluster, mesh.edp * mesh.ep
+    fit = [d for d in range(2, ranks + 1) if ranks % d == 0 and replace(mesh, edp=ranks // d, ep=d).nodes]
+    help = f"ep can be {', '.join(map(str, fit))}, or use another exchange" if fit else "use another exchange"
+    also = [Label(mesh.span, f"{cluster.num_nodes} nodes of {cluster.devices_per_node} devices")]
+    message = f"`{phase.exchange}` needs the same number of ranks of an ep({mesh.ep}) group in each node it spans"
+    values.problems.add("E0309", message, at, help=help, also=also)
 
 
 def _degrees(size: int) -> str:

@@ -174,4 +174,8 @@ def _key(item: ast.Node) -> str | None:
     """The name under which `--set` finds an item of a block."""
     if isinstance(item, ast.View):
         return item.kind
-    return item.name.id if isinstance(item, (ast.Setting, ast.Grouping, ast.Capped, ast.Attention, ast.ExpertGroup)) else None
+    return (
+        item.name.id
+        if isinstance(item, (ast.Setting, ast.Grouping, ast.Capped, ast.Attention, ast.ExpertGroup))
+        else None
+    )

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from moec.diagnostics import CompileError, MoecError, SourceFile
 from moec.grammar.formatter import format_text
 from moec.grammar.parser import read_source
 from moec.grammar.tokens import reserved_words
+from moec.lowering import lower
+from moec.passes.insert_exchange import InsertExchange
 from moec.semantics import Spec, check
 from moec.semantics_blocks import ROUTER_SETTINGS, YARN_ARGUMENTS
 from moec.semantics_mesh import CLUSTER_SETTINGS
@@ -23,9 +26,11 @@ from moec.semantics_model import SETTINGS
 from moec.semantics_plan import COMBINES, EXCHANGES, PHASE_SETTINGS
 from moec.semantics_values import UNITS
 from moec.specs import read, shipped
+from moec.topology import Link
 
 ROOT = Path(__file__).parent.parent
 ERRORS = ROOT / "tests" / "golden" / "errors"
+CLUSTERS = [name for name in shipped("clusters", ".moe") if name != "localhost"]
 CASES = sorted(p for p in ERRORS.glob("E0[123]*.txt") if p.name < "E0320")
 #: Codes whose input is no text of a few lines; each has a test of its own, here or in test_grammar.py.
 WITHOUT_GOLDEN = {"E0105", "E0109", "E0110", "E0111", "E0113", "E0221", "E0223"}
@@ -146,19 +151,28 @@ def test_shipped_models_are_the_published_ones(name: str, file: str, shared: Pat
     assert layer.attention.qk_norm == (name == "qwen3_30b_a3b") and layer.attention.head_dim == 128
 
 
-@pytest.mark.parametrize(("name", "system"), [("dgx_h100", "dgx-h100"), ("dgx_h200", "dgx-h200")])
-def test_shipped_clusters_have_the_published_figures(name: str, system: str, shared: Path) -> None:
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_shipped_clusters_have_the_published_figures(name: str, shared: Path) -> None:
     figures = json.loads((shared / "data" / "hardware.json").read_text())["systems"]
-    figure = next(f for f in figures if f["name"] == system)
-    cluster = mesh_of("attention = dp(16)", f" on {name}[2]", f"use cluster {name}\n").cluster
-    assert (cluster.num_nodes, cluster.devices_per_node) == (2, figure["gpus_per_node"])
+    figure = next(f for f in figures if f["name"].replace("-", "_").removesuffix(".48xlarge") == name)
+    domain = figure["scaleup_domain"]  # the node of a cluster is what its fast links join
+    cluster = mesh_of(f"attention = dp({2 * domain})", f" on {name}[2]", f"use cluster {name}\n").cluster
+    assert (cluster.num_nodes, cluster.devices_per_node) == (2, domain)
     assert cluster.device.memory_bytes == figure["hbm_gb"] * 10**9
     assert cluster.device.memory_gbps == pytest.approx(figure["hbm_tbs"] * 1000)
-    assert dict(cluster.device.tflops)["bf16"] == figure["bf16_dense_tflops"]
-    assert dict(cluster.device.tflops)["fp8"] == figure["fp8_dense_tflops"]
+    rates = dict(cluster.device.tflops)
+    for dtype in ("bf16", "fp8", "fp4"):
+        assert rates.get(dtype) == figure.get(f"{dtype}_dense_tflops")
     assert cluster.intra and cluster.intra.gbps == figure["scaleup_gbs_per_dir"]
     assert cluster.inter and cluster.inter.gbps == figure["nic_gbps_per_gpu"] / 8
-    assert cluster.host and cluster.host.gbps == figure["pcie_gbs_per_dir"]
+    if figure.get("cpu_gpu_link", "PCIe") == "PCIe":
+        assert cluster.host and cluster.host.gbps == figure["pcie_gbs_per_dir"]
+    else:
+        assert cluster.host is None
+
+
+def test_every_published_system_is_shipped(shared: Path) -> None:
+    assert len(json.loads((shared / "data" / "hardware.json").read_text())["systems"]) == len(CLUSTERS) == 13
 
 
 @pytest.mark.parametrize(
@@ -202,6 +216,66 @@ def test_compute_follows_the_checkpoint_unless_given() -> None:
     assert plan_of(text + "plan p { run m  compute = fp16 }").compute == "fp16"
 
 
+@pytest.mark.parametrize(
+    ("settings", "combine"),
+    [
+        ("", "ordered"),
+        ("exchange = flat", "ordered"),
+        ("exchange = flat  combine = reduced", "reduced"),
+        ("combine = auto", "auto"),
+        ("exchange = padded", "reduced"),
+        ("exchange = gather", "reduced"),
+        ("exchange = two_hop  combine = reduced", "reduced"),
+        ("exchange = aggregate  combine = auto", "reduced"),
+        ("exchange = auto", "auto"),
+        ("exchange = auto  combine = auto", "auto"),
+    ],
+)
+def test_combine_follows_the_exchange_unless_given(settings: str, combine: str) -> None:
+    """`auto` stays only where there is something to choose."""
+    assert plan_of(MODEL + f"plan p {{ run m  decode {{ {settings} }} }}").decode.combine == combine
+
+
+def test_only_flat_can_combine_in_order() -> None:
+    for exchange in sorted({*EXCHANGES} - {"flat"}):
+        phase = f"prefill {{ exchange = {exchange}  combine = ordered }}"
+        assert errors(MODEL + f"plan p {{ run m  {phase} }}") == ["E0224"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "devices", "experts", "spanned"),
+    [
+        (1, 8, "ep(8)", 1),
+        (2, 4, "ep(8)", 2),
+        (2, 4, "edp(2) * ep(4)", 1),
+        (4, 2, "ep(4) * etp(2)", 4),  # one rank of a group in each node
+        (3, 4, "edp(2) * ep(6)", 0),  # 4 + 2 ranks, then 2 + 4
+        (3, 4, "edp(3) * ep(4)", 1),
+        (3, 4, "edp(4) * ep(3)", 0),
+        (3, 2, "ep(3) * etp(2)", 3),
+        (2, 3, "ep(3) * etp(2)", 0),  # one tensor half has 2 ranks in the first node, the other 1
+    ],
+)
+def test_nodes_that_an_expert_group_spans(nodes: int, devices: int, experts: str, spanned: int) -> None:
+    head = f"cluster box {{ devices = {devices} }}\n"
+    mesh = f"{head}{MODEL}mesh x on box[{nodes}] {{ experts = {experts} }}\n"
+    assert plan_of(mesh).mesh.nodes == spanned
+    if spanned:
+        assert plan_of(mesh, "plan.exchange=two_hop").prefill.exchange == "two_hop"
+    else:
+        assert errors(mesh, "plan.exchange=aggregate") == ["E0309"]
+
+
+def test_uneven_nodes_are_refused_by_the_pass_too() -> None:
+    """A program can come from its own text, which the checker never saw."""
+    head = "cluster box { devices = 4 }\n"
+    plan = plan_of(f"{head}{MODEL}mesh x on box[3] {{ attention = dp(12)  experts = edp(2) * ep(6) }}\n")
+    program = lower(plan, replace(plan.prefill, exchange="two_hop"), "case.moe")
+    with pytest.raises(CompileError) as info:
+        InsertExchange().run(program)
+    assert f"```text\n{info.value.render()}\n```" in read("errors", "E0331.md")
+
+
 def test_alike_layers_are_one_object() -> None:
     layers = "layers 0, 2 { a  moe(r, e) }\n  layers 1, 3..5 step 2 { a  swiglu(7) }\n  layers 4 { a  moe(r, e) }"
     model = plan_of(MODEL.replace("layers 0..3 { a  moe(r, e) }", layers)).model
@@ -211,11 +285,12 @@ def test_alike_layers_are_one_object() -> None:
 
 def test_arithmetic_and_units() -> None:
     head = "const n = (2 + 6) / 4 * 8\nconst g = 1.5 * 2 GiB - 512 MiB\n"
-    cluster = "cluster c { devices = n  memory = g  intra = link(100 GB/s + 800 Gbit/s, latency = 1.5 ms) }\n"
+    links = "intra = link(100 GB/s + 800 Gbit/s, latency = 1.5 ms, concurrency = n / 4)  host = link(1 GB/s)"
+    cluster = f"cluster c {{ devices = n  memory = g  {links} }}\n"
     mesh = mesh_of("attention = dp(n / 2) * tp(2)", " on c", head + cluster)
     assert mesh.cluster.devices_per_node == 16 and mesh.dp == 8
     assert mesh.cluster.device.memory_bytes == 2560 * 1024**2
-    assert mesh.cluster.intra and (mesh.cluster.intra.gbps, mesh.cluster.intra.latency_us) == (200.0, 1500.0)
+    assert (mesh.cluster.intra, mesh.cluster.host) == (Link(200.0, 1500.0, 4), Link(1.0, 0.0, 1))
 
 
 def test_plain_groups_are_plain_top_k() -> None:
@@ -422,6 +497,17 @@ FULL = MODEL + (
         (["plan.compute=fp32"], lambda p: p.compute == "fp32"),
         (["plan.exchange=gather"], lambda p: (p.prefill.exchange, p.decode.exchange) == ("gather", "gather")),
         (["plan.prefill.exchange=gather"], lambda p: (p.prefill.exchange, p.decode.exchange) == ("gather", "flat")),
+        (["plan.exchange=two_hop"], lambda p: (p.prefill.exchange, p.decode.combine) == ("two_hop", "reduced")),
+        (["plan.combine=reduced"], lambda p: (p.prefill.combine, p.decode.combine) == ("reduced", "reduced")),
+        (["plan.exchange=padded", "plan.capacity=2"], lambda p: (p.decode.capacity, p.decode.drop) == (2.0, False)),
+        (
+            ["plan.decode.exchange=padded", "plan.decode.capacity=2.0 drop"],
+            lambda p: (p.decode.capacity, p.decode.drop, p.prefill.capacity) == (2.0, True, None),
+        ),
+        (
+            ["plan.exchange=padded", "plan.capacity=1 drop", "plan.capacity=3"],
+            lambda p: (p.decode.capacity, p.decode.drop) == (3.0, False),
+        ),
         (["plan.decode.batch=4"], lambda p: (p.decode.tokens, p.prefill.tokens) == (4, 32)),
         (["mesh.attention=tp(n)"], lambda p: (p.mesh.dp, p.mesh.tp, p.mesh.ep) == (1, 2, 2)),
         (["x.experts=ep(2)"], lambda p: p.mesh.ep == 2),
