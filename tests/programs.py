@@ -204,6 +204,9 @@ def weights_of(program: Program, seed: int = 0, ties: bool = False) -> Weights:
 
 Steps = list[list[Sequence]]
 
+#: Two prompts, then one more token of each.
+STEPS: Steps = [[Sequence((1, 2, 3), 0), Sequence((7, 4), 1)], [Sequence((5,), 0, 3), Sequence((6,), 1, 2)]]
+
 
 def random_steps(seed: int) -> Steps:
     """A prompt step and one that continues it. Often fewer sequences than ranks, some of no row at all."""

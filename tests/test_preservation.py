@@ -1,8 +1,8 @@
 """No pass changes what a program computes: the fp64 reference evaluator before and after each, on random programs.
 
-A pass that says `exact` gives the same bits; one that reorders sums stays within 1e-10. The text of the program at every
-stage reads back as the same program. 200 plans: 1-3 layers, GQA and MLA, 1-16 experts on up to 8 ranks of any degrees
-(more ranks than experts, experts that do not divide), fewer sequences than ranks, rows of zero, tied scores.
+A pass that says `exact` gives the same bits; one that reorders sums stays within 1e-10. The text of the program at
+every stage reads back as the same program. 200 plans: 1-3 layers, GQA and MLA, 1-16 experts on up to 8 ranks of any
+degrees (more ranks than experts, experts that do not divide), fewer sequences than ranks, no rows at all, tied scores.
 """
 
 from __future__ import annotations
