@@ -30,22 +30,25 @@ class Done:
 
     @property
     def error_lines(self) -> list[str]:
-        return [line for line in (self.out + self.err).splitlines() if "moec: error[" in line]
+        return [line for line in [*self.out.splitlines(), *self.err.splitlines()] if "moec: error[" in line]
 
 
 class Command:
     """A running command. `pid` is also its session."""
 
-    def __init__(self, run: Callable[[], object], env: dict[str, str] | None = None, stdout: int | None = None) -> None:
+    def __init__(
+        self, run: Callable[[], object], env: dict[str, str] | None = None, pipe: tuple[int, int] | None = None
+    ) -> None:
+        """Start `run()` with `env` added to the environment; `pipe`: standard output is its write end."""
         self._folder = tempfile.TemporaryDirectory()
         self._out, self._err = (Path(self._folder.name) / name for name in ("out", "err"))
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            self._become(run, env or {}, stdout)
+            self._become(run, env or {}, pipe)
 
-    def _become(self, run: Callable[[], object], env: dict[str, str], stdout: int | None) -> None:
+    def _become(self, run: Callable[[], object], env: dict[str, str], pipe: tuple[int, int] | None) -> None:
         code = 99
         try:
             os.setsid()
@@ -53,7 +56,9 @@ class Command:
             for signum in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(signum, signal.SIG_DFL if signum == signal.SIGTERM else signal.default_int_handler)
             os.environ.update(env)
-            os.dup2(stdout if stdout is not None else os.open(self._out, os.O_CREAT | os.O_WRONLY), 1)
+            if pipe is not None:
+                os.close(pipe[0])
+            os.dup2(pipe[1] if pipe is not None else os.open(self._out, os.O_CREAT | os.O_WRONLY), 1)
             os.dup2(os.open(self._err, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
             sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
             sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
@@ -96,14 +101,14 @@ class Command:
             time.sleep(0.01)
 
 
-def moec(*args: str | Path, env: dict[str, str] | None = None, stdout: int | None = None) -> Command:
+def moec(*args: str | Path, env: dict[str, str] | None = None, pipe: tuple[int, int] | None = None) -> Command:
     """Start `moec ARGS`."""
 
     def run() -> None:
         sys.argv = ["moec", *map(str, args)]
         main()
 
-    return Command(run, env, stdout)
+    return Command(run, env, pipe)
 
 
 def session_members(session: int) -> Sequence[int]:

@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from moec.diagnostics import Diagnostic, MoecError
 from moec.runtime.launch_rank import Rank, die_with, join_timeout, start_rank
 from moec.runtime.launch_report import Report, died, encode_event, report_of
-from moec.runtime.launch_status import SLOT_BYTES, Status, read_place
+from moec.runtime.launch_status import SLOT_BYTES, Status, planted_fault, read_place
 
 #: How long reports of lost peers may wait for the report of the rank that was lost.
 _ROOT_CAUSE_SECONDS = 2.0
@@ -85,6 +85,7 @@ class _Crew:
 
     def __init__(self, main: Main, world: int, kind: str, threads: int | None) -> None:
         self.main, self.world, self.kind, self.threads = main, world, kind, threads
+        self.fault = planted_fault()
         self.members: dict[int, _Member] = {}
         self.slots = mmap.mmap(-1, SLOT_BYTES * world)
         self.selector = selectors.DefaultSelector()
@@ -190,9 +191,8 @@ class _Crew:
 
     def _work(self, rank: int) -> dict[str, object]:
         """Run `main` in this rank; the event that tells the launcher how it went."""
-        status = Status()
+        status = Status(rank, self.slot(rank), self.fault)
         try:
-            status = Status(rank, self.slot(rank))
             store = self._join(rank) if self.world > 1 else None
             seat = start_rank(rank, self.world, (rank, self.world), self.kind, store, status, self.threads)
             result = self.main(seat)
