@@ -55,6 +55,25 @@ def test_cores_are_shared_out_among_ranks() -> None:
     assert run_ranks(lambda _: torch.get_num_threads(), 2) == [max(1, num_cores() // 2)] * 2
 
 
+def listening() -> list[str]:
+    """Addresses (hexadecimal, as /proc/net has them) that sockets of this process listen on."""
+    mine = {os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()}
+    tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
+    rows = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
+    return [row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
+
+
+def test_ranks_listen_on_the_loopback_only() -> None:
+    """Nothing that ranks send each other is authenticated, so nobody outside the host may reach them."""
+
+    def main(rank: Rank) -> list[str]:
+        lockstep(rank, 0)
+        return listening()
+
+    found = run_ranks(main, 2, threads=1)
+    assert {address for addresses in found for address in addresses} == {"0100007F"}
+
+
 def test_a_killed_rank_is_named_with_its_operation() -> None:
     def main(rank: Rank) -> None:
         for step in range(5):
@@ -92,6 +111,10 @@ def test_an_unexpected_exception_is_a_bug_of_moec() -> None:
     error = failed(main)
     assert error.exit_code == 70
     assert "internal error: ValueError: three (rank 0" in str(error)
+
+
+def test_a_result_that_is_not_json_is_told() -> None:
+    assert "TypeError: Object of type Tensor is not JSON serializable" in str(failed(lambda _: torch.ones(1), 1))
 
 
 @pytest.mark.parametrize("leave", [lambda: os._exit(3), lambda: os._exit(0)])

@@ -184,12 +184,12 @@ class _Crew:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             for member in self.members.values():
                 os.close(member.pipe)
-            os.write(pipe, encode_event(self._work(rank)))
+            os.write(pipe, self._work(rank))
             code = 0
         finally:
             os._exit(code)
 
-    def _work(self, rank: int) -> dict[str, object]:
+    def _work(self, rank: int) -> bytes:
         """Run `main` in this rank; the event that tells the launcher how it went."""
         status = Status(rank, self.slot(rank), self.fault)
         try:
@@ -200,15 +200,16 @@ class _Crew:
             status.enter("shutdown")
             if self.world > 1:
                 dist.destroy_process_group()
-            return {"result": result}
+            return encode_event({"result": result})
         except BrokenPipeError:
-            return {"closed": True}
+            return encode_event({"closed": True})
         except BaseException as error:
-            return {"report": report_of(error, status, self.world).to_json()}
+            return encode_event({"report": report_of(error, status, self.world).to_json()})
 
     def _join(self, rank: int) -> Store:
         """The store ranks meet at. Rank 0 serves it on the socket the launcher bound."""
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one host need no other network
+        # Ranks of one host need no other network.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         if rank == 0:
             return TCPStore(
                 "127.0.0.1",
@@ -219,7 +220,6 @@ class _Crew:
                 wait_for_workers=False,
                 master_listen_fd=self.listener.detach(),
             )
-        self.listener.close()
         return TCPStore("127.0.0.1", self.port, None, False, join_timeout(), wait_for_workers=False)
 
 

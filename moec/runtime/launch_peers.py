@@ -57,6 +57,7 @@ class Peers:
     def __init__(self, seat: Seat, store: Store | None, who: str = "main") -> None:
         """`who`: the thread of this rank that asks, so that two of them do not both report."""
         self.seat, self.store, self.who = seat, store, who
+        self._expected = set(range(seat.world))
         self._where: dict[int, str] = {}  # host and pid of the ranks seen so far
         if store is not None:
             store.set(f"pid/{seat.rank}", f"{socket.gethostname()} {os.getpid()}")
@@ -77,6 +78,7 @@ class Peers:
             self.store.wait(keys, join_timeout())
         except RuntimeError as error:
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            self._expected.difference_update(missing)
             there, names = self.seat.world - len(missing), ", ".join(map(str, missing))
             raise fail("E0607", f"plan wants {plan}, got {there}: rank {names} missing") from error
         self.store.set("all here", "")
@@ -130,7 +132,7 @@ class Peers:
 
     def _is_needed(self) -> bool:
         """Whether a peer may still use the store."""
-        return any(not self._has_left(rank) and not self._gone(rank) for rank in range(self.seat.world))
+        return any(not self._has_left(rank) and not self._gone(rank) for rank in self._expected)
 
     def _has_left(self, rank: int) -> bool:
         assert self.store is not None
