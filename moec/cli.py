@@ -38,14 +38,22 @@ def main() -> None:
     app(prog_name="moec")
 
 
+def show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"moec {version('moec')}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", is_eager=True, callback=show_version, help="Print the version and exit.")
+]
+
+
 @app.callback()
 def options(
     is_debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks (or set MOEC_DEBUG=1).")] = False,
-    show_version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version.")] = False,
+    _version: Version = False,
 ) -> None:
-    if show_version:
-        typer.echo(f"moec {version('moec')}")
-        raise typer.Exit
     debug(is_debug)
 
 

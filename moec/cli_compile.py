@@ -34,7 +34,7 @@ def compile_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")] = False,
 ) -> None:
-    """Compile a .moe file to a folder. It holds both phases' Programs, their modules and kernels, and the plan in numbers."""
+    """Compile a .moe file to a folder. Both phases' Programs, modules and kernels, and the plan."""
     from moec.compiler import compile
 
     if print_after not in (None, "all"):

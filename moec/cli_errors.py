@@ -41,6 +41,7 @@ def guarded(command: Callable[P, object], in_one_line: bool = False) -> Callable
             command(*args, **kwargs)
             sys.stdout.flush()
         except MoecError as error:
+            _clear_bar()
             _show(error, in_one_line)
             raise typer.Exit(error.exit_code) from None
         except BrokenPipeError:
@@ -82,6 +83,12 @@ def _show(error: MoecError, in_one_line: bool) -> None:
 
 def _say(text: str) -> None:
     typer.echo(text, err=True)
+
+
+def _clear_bar() -> None:
+    """On a terminal, remove the progress bar of a rank that was ended while it showed one, and show the cursor."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[2K\x1b[?25h")
 
 
 def _close_stdout() -> None:

@@ -65,14 +65,21 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _phases(document: dict[str, Any]) -> Iterator[str]:
-    for name, phase in document["phases"].items():
+    for name in ("prefill", "decode"):  # plan.json has them in the order of the alphabet
+        phase = document["phases"][name]
         yield ""
         rows = "tokens" if name == "prefill" else "sequences"
         yield f"{name}: up to {phase['tokens']} {rows} a step on each dp rank, exchange {phase['exchange']}"
         for run in phase["runs"]:
-            layers = run["layers"]
-            yield f"  {run['body']}" + (f" for layers {layers[0]}..{layers[1]}" if layers else "")
+            yield f"  {run['body']}{_layers(run['layers'])}"
             yield from (f"    {_traffic(t)}" for t in phase["traffic"] if t["body"] == run["body"])
+
+
+def _layers(layers: list[int] | None) -> str:
+    if layers is None:
+        return ""
+    first, last = layers
+    return f" for layer {first}" if first == last else f" for layers {first}..{last}"
 
 
 def _traffic(item: dict[str, Any]) -> str:

@@ -102,7 +102,8 @@ class ConfigReader:
         rules = self.family.rules["config"]
         self._check_architecture()
         for key, allowed in rules.get("only", {}).items():
-            if self._take(key) not in (_MISSING, *allowed):
+            value = self._take(key)
+            if not all(item in (_MISSING, *allowed) for item in (value if isinstance(value, list) else [value])):
                 self.refuse(key, f"only {' or '.join(map(_brief, allowed))} is built")
         for key in rules.get("off", ()):
             if self._take(key) not in (_MISSING, None, False):

@@ -1,8 +1,9 @@
 """The slow reference: a Program evaluated in fp64 with all its ranks in one process.
 
 Every operation is written as its definition says, without regard for speed, and for all ranks at once: the value of a
-node is a list with one tensor a rank. It checks as it goes that a value said to be whole is the same on all ranks and
-that a symbol means one size per rank. Reference for the passes (same logits before and after) and for the kernels.
+node is a list with one tensor a rank. Ranks that hold the very same tensors share what is computed from them. It checks
+as it goes that a value said to be whole is the same on all ranks and that a symbol means one size per rank. Reference
+for the passes (same logits before and after) and for the kernels.
 
 Legend: T rows, D hidden, E experts, k top-k, M experts held, I inner, H heads, d head dim.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -23,6 +24,7 @@ from moec.placement import balanced
 
 Ranks = list[Tensor]
 LOCAL = ir_eval_local.LOCAL | EXCHANGE
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Reference:
     program: Program
     weights: dict[str, Tensor]
     states: dict[tuple[int, int, int, str], Tensor] = field(default_factory=dict)
+    local: dict[tuple[Param, int | None, tuple[int, ...]], Tensor] = field(default_factory=dict)
 
     def step(self, sequences: list[Sequence]) -> Tensor:
         """Logits [rows, V] of all rows, sequence after sequence (prefill selects every row)."""
@@ -77,7 +80,9 @@ class Reference:
             "positions": lambda r: [p for _, p in r],
             "select": lambda r: list(range(len(r))),
         }
-        return [torch.tensor(pick[name](r), dtype=torch.int64) for r in rows]
+        return self._once(
+            lambda rank: id(self.batches[rank]), lambda rank: torch.tensor(pick[name](rows[rank]), dtype=torch.int64)
+        )
 
     def _whole(self, logits: Ranks) -> Tensor:
         """One copy of the logits: dp parts joined where the batch is split."""
@@ -109,8 +114,22 @@ class Reference:
     def _ranks(self) -> range:
         return range(self.program.mesh.size)
 
+    def _once(self, key: Callable[[int], Any], give: Callable[[int], T]) -> list[T]:
+        """`give(rank)` for every rank, computed once for all ranks of one key."""
+        found: dict[Any, T] = {}
+        keys = [key(rank) for rank in self._ranks()]
+        for rank, known in enumerate(keys):
+            if known not in found:
+                found[known] = give(rank)
+        return [found[known] for known in keys]
+
     def _param(self, param: Param, layer: int | None, rank: int) -> Tensor:
-        return torch.cat([self._part(param, part, layer, rank) for part in param.parts], dim=param.dim)
+        where = tuple(self.program.mesh.coordinate(rank, axis) for axis, _ in param.layout.places)
+        key = (param, layer, where)
+        if key not in self.local:
+            parts = [self._part(param, part, layer, rank) for part in param.parts]
+            self.local[key] = torch.cat(parts, dim=param.dim)
+        return self.local[key]
 
     def _part(self, param: Param, part: str, layer: int | None, rank: int) -> Tensor:
         mesh = self.program.mesh
@@ -128,12 +147,14 @@ class Reference:
         op, attrs = op_of(node), dict(node.kwargs)
         if op.name in COLLECTIVES:
             return [COLLECTIVES[op.name](self, args, attrs)]
-        per_rank = []
-        for rank in self._ranks():
+
+        def give(rank: int) -> tuple[Tensor, ...]:
             context = ir_eval_local.Context(self.program, rank, layer, self.batches[rank], self.states)
-            given = [a[rank] for a in args]
-            result = LOCAL[op.name](context, *given, **attrs)
-            per_rank.append(result if isinstance(result, tuple) else (result,))
+            result = LOCAL[op.name](context, *(a[rank] for a in args), **attrs)
+            return result if isinstance(result, tuple) else (result,)
+
+        own_rank = op.name == "group_rows"  # the one operation that asks where it is
+        per_rank = self._once(lambda rank: rank if own_rank else tuple(id(a[rank]) for a in args), give)
         return [list(column) for column in zip(*per_rank, strict=True)]
 
     def _check(self, node: fx.Node, value: Ranks, symbols: dict[str, list[int]]) -> None:
@@ -154,6 +175,8 @@ class Reference:
             if place == Replicate():
                 for ranks in mesh.groups()[f"{type.layout.view}.{axis}"]:
                     for rank in ranks[1:]:
+                        if value[rank] is value[ranks[0]]:
+                            continue
                         assert torch.allclose(value[rank], value[ranks[0]], rtol=1e-12, atol=1e-12), (
                             f"{node} is said to be whole on {axis}, ranks {ranks[0]} and {rank} differ"
                         )
@@ -171,29 +194,37 @@ def _by_group(ref: Reference, group: str, give: Callable[[tuple[int, ...], int],
     return [give(ranks, ranks.index(rank)) for rank, ranks in enumerate(groups)]
 
 
+def _whole(ref: Reference, group: str, give: Callable[[tuple[int, ...]], Tensor]) -> Ranks:
+    """For each group, `give(its ranks)`: every rank of it gets the same."""
+    return ref._once(
+        lambda rank: ref.program.mesh.group_of(group, rank), lambda rank: give(ref.program.mesh.group_of(group, rank))
+    )
+
+
 def _all_reduce(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
     (x,) = args
-    return _by_group(ref, attrs["group"], lambda ranks, i: torch.stack([x[r] for r in ranks]).sum(0))
+    return _whole(ref, attrs["group"], lambda ranks: torch.stack([x[r] for r in ranks]).sum(0))
 
 
 def _all_gather(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
     (x,) = args
-    return _by_group(ref, attrs["group"], lambda ranks, i: torch.cat([x[r] for r in ranks], attrs["dim"]))
+    return _whole(ref, attrs["group"], lambda ranks: torch.cat([x[r] for r in ranks], attrs["dim"]))
 
 
 def _all_gather_rows(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
     x, sizes = args
 
-    def give(ranks: tuple[int, ...], i: int) -> Tensor:
-        assert sizes[ranks[i]].tolist() == [len(x[r]) for r in ranks], "gathered rows and sizes differ"
+    def give(ranks: tuple[int, ...]) -> Tensor:
+        rows = [len(x[r]) for r in ranks]
+        assert all(sizes[r].tolist() == rows for r in ranks), f"{rows} rows are gathered, sizes differ"
         return torch.cat([x[r] for r in ranks])
 
-    return _by_group(ref, attrs["group"], give)
+    return _whole(ref, attrs["group"], give)
 
 
 def _exchange_sizes(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
     (x,) = args
-    return _by_group(ref, attrs["group"], lambda ranks, i: torch.tensor([len(x[r]) for r in ranks]))
+    return _whole(ref, attrs["group"], lambda ranks: torch.tensor([len(x[r]) for r in ranks]))
 
 
 def _reduce_scatter_rows(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
@@ -211,17 +242,18 @@ def _exchange_counts(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -
 
 
 def _all_to_all(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
-    """Piece j of each rank goes to its rank j: as many rows as it counts for j, or equal pieces."""
+    """Piece j of each rank goes to its rank j. Each rank knows what it sends to each peer and what it gets."""
     rows, *counts = args
+    sent, got = reversed(counts) if counts and attrs["back"] else counts or (None, None)
 
-    def piece(rank: int, index: int, num_ranks: int) -> Tensor:
-        if not counts:
-            return rows[rank].chunk(num_ranks)[index]
-        sizes = counts[1 if attrs["back"] else 0][rank].tolist()
-        start = sum(sizes[:index])
-        return rows[rank][start : start + sizes[index]]
+    def give(ranks: tuple[int, ...], i: int) -> Tensor:
+        if sent is None or got is None:
+            return torch.cat([rows[r].chunk(len(ranks))[i] for r in ranks])
+        sizes = [sent[r].tolist() for r in ranks]
+        assert got[ranks[i]].tolist() == [size[i] for size in sizes], f"rank {ranks[i]} expects other rows of its peers"
+        return torch.cat([rows[r].split(size)[i] for r, size in zip(ranks, sizes, strict=True)])
 
-    return _by_group(ref, attrs["group"], lambda ranks, i: torch.cat([piece(r, i, len(ranks)) for r in ranks]))
+    return _by_group(ref, attrs["group"], give)
 
 
 def _relayout(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
@@ -229,7 +261,7 @@ def _relayout(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks
     if attrs["how"] == "keep":
         return x
     if attrs["how"] == "gather":
-        return _by_group(ref, attrs["group"], lambda ranks, i: torch.cat([x[r] for r in ranks]))
+        return _whole(ref, attrs["group"], lambda ranks: torch.cat([x[r] for r in ranks]))
     if attrs["to"] == "experts":
         return _by_group(
             ref, attrs["group"], lambda ranks, i: x[ranks[i]].split(list(balanced(len(x[ranks[i]]), len(ranks))))[i]
@@ -250,17 +282,16 @@ def _own_rows(ref: Reference, x: Ranks, attrs: dict[str, Any]) -> Ranks:
 def _moe(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
     """The coarse operation: every expert of the ep group applied to the rows its weights choose."""
     x, ids, weights, *experts = args
-    num_experts = ref.program.experts[attrs["table"]]
-    mesh, out = ref.program.mesh, []
-    for rank in ref._ranks():
-        if len(experts[0][rank]) < num_experts:
-            ranks = mesh.group_of("experts.ep", rank)
-            order = list(ref.program.placements[attrs["table"]].slot_of)
-            whole = [torch.cat([w[r] for r in ranks])[order] for w in experts]
-        else:
-            whole = [w[rank] for w in experts]
-        out.append(ir_eval_local.moe(x[rank], ids[rank], weights[rank], *whole))
-    return out
+    table, mesh = attrs["table"], ref.program.mesh
+
+    def give(rank: int) -> Tensor:
+        whole = [w[rank] for w in experts]
+        if len(whole[0]) < ref.program.experts[table]:
+            order = list(ref.program.placements[table].slot_of)
+            whole = [torch.cat([w[r] for r in mesh.group_of("experts.ep", rank)])[order] for w in experts]
+        return ir_eval_local.moe(x[rank], ids[rank], weights[rank], *whole)
+
+    return ref._once(lambda rank: tuple(id(a[rank]) for a in args), give)
 
 
 COLLECTIVES: dict[str, Collective] = {

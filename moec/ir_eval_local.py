@@ -1,10 +1,15 @@
-"""Local operations of the reference evaluator: one rank, fp64, as their definitions say."""
+"""Local operations of the reference evaluator: one rank, fp64, as their definitions say.
+
+Products, activations and router scores are computed row by row in a fixed order, so that a row's bits do not depend on
+which rows stand beside it (they do in a GEMM, and in vectorised exp): a pass that only moves rows must change no bit.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +35,7 @@ class Context:
         """Write rows behind the `cached` tokens of a slot; the whole sequence so far."""
         key = (self.rank, int(self.layer or 0), slot, name)
         before = self.states.get(key, rows[:0])
+        assert len(before) >= cached, f"slot {slot} holds {len(before)} of {cached} tokens"
         self.states[key] = torch.cat([before[:cached], rows])
         return self.states[key]
 
@@ -47,7 +53,8 @@ def rms_norm(ctx: Context, x: Tensor, w: Tensor, eps: float) -> Tensor:
 
 
 def linear(ctx: Context, x: Tensor, w: Tensor) -> Tensor:
-    return x @ w.T
+    rows = [(w * row).sum(-1) for row in x]
+    return torch.stack(rows) if rows else x.new_zeros(0, w.shape[0])
 
 
 def add(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
@@ -55,12 +62,13 @@ def add(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
 
 
 def silu_mul(ctx: Context, gate: Tensor, up: Tensor) -> Tensor:
-    return gate / (1 + torch.exp(-gate)) * up
+    rows = [g / (1 + torch.exp(-g)) * u for g, u in zip(gate, up, strict=True)]
+    return torch.stack(rows) if rows else gate
 
 
 def gate_up(ctx: Context, x: Tensor, w: Tensor) -> Tensor:
-    gate, up = (x @ w.T).chunk(2, -1)
-    return silu_mul(ctx, gate, up)
+    gate, up = w.chunk(2)
+    return silu_mul(ctx, linear(ctx, x, gate), linear(ctx, x, up))
 
 
 def split_heads(ctx: Context, x: Tensor, head_dim: int) -> Tensor:
@@ -75,6 +83,7 @@ def split(ctx: Context, x: Tensor, sizes: tuple[int, int]) -> tuple[Tensor, Tens
     return x[..., : sizes[0]], x[..., sizes[0] :]
 
 
+@cache
 def rope_frequencies(dim: int, theta: float, yarn: tuple[float, ...] | None) -> tuple[Tensor, float]:
     """Angle per position of each pair [dim/2], and the factor on cos and sin (YaRN, as DeepSeek-V3 uses it)."""
     plain = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
@@ -171,7 +180,7 @@ def route(
     table: str,
 ) -> tuple[Tensor, Tensor]:
     """Row by row: best groups, then best experts in them, ties to the lowest id; weights from unbiased scores."""
-    scores = torch.sigmoid(logits) if score == "sigmoid" else logits.softmax(-1)
+    scores = [torch.sigmoid(row) if score == "sigmoid" else row.softmax(-1) for row in logits]
     ids = torch.zeros(len(logits), top, dtype=torch.int64)
     for row, plain in enumerate(scores):
         biased = plain if bias is None else plain + bias
@@ -180,8 +189,9 @@ def route(
         worth = [sum(sorted(group, reverse=True)[:num_best]) for group in per_group]
         kept = sorted(range(groups), key=lambda g: (-worth[g], g))[:keep]
         eligible = [e for e in range(len(biased)) if e // (len(biased) // groups) in kept]
-        ids[row] = torch.tensor(sorted(eligible, key=lambda e: (-float(biased[e]), e))[:top])
-    weights = scores.gather(1, ids)
+        order = biased.tolist()
+        ids[row] = torch.tensor(sorted(eligible, key=lambda e: (-order[e], e))[:top])
+    weights = torch.stack(scores).gather(1, ids) if scores else logits.new_zeros(0, top)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return ids, weights * scale
@@ -192,19 +202,19 @@ def moe(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down:
     out = torch.zeros_like(x)
     for row in range(len(x)):
         for expert, weight in zip(ids[row].tolist(), weights[row], strict=True):
-            a, b = gate[expert] @ x[row], up[expert] @ x[row]
-            out[row] += weight * (down[expert] @ (a / (1 + torch.exp(-a)) * b))
+            a, b = ((w[expert] * x[row]).sum(-1) for w in (gate, up))
+            out[row] += weight * (down[expert] * (a / (1 + torch.exp(-a)) * b)).sum(-1)
     return out
 
 
 def grouped_linear(ctx: Context, rows: Tensor, offsets: Tensor, w: Tensor) -> Tensor:
     ends = offsets.tolist()
-    parts = [rows[start:end] @ w[m].T for m, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
+    parts = [linear(ctx, rows[start:end], w[m]) for m, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
     return torch.cat([*parts, rows.new_zeros(0, w.shape[1])])
 
 
 def grouped_gate_up(ctx: Context, rows: Tensor, offsets: Tensor, w: Tensor) -> Tensor:
-    gate, up = grouped_linear(ctx, rows, offsets, w).chunk(2, -1)
+    gate, up = (grouped_linear(ctx, rows, offsets, part) for part in w.chunk(2, 1))
     return silu_mul(ctx, gate, up)
 
 

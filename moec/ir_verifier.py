@@ -191,29 +191,24 @@ def _types(program: Program, body: Body) -> Faults:
     if not program.is_typed:
         return
     for node in body.graph.nodes:
-        if node.op == "output":
-            continue
-        if "type" not in node.meta:
-            yield f"{node} has no type"
-            return
-        if node.op == "placeholder":
-            wanted = input_type(program, str(node.target), is_split="shard-attention" in program.done)
-        elif node.op == "get_attr":
-            wanted = param_type(program, body.params[str(node.target)])
-        elif is_op(node):
+        if is_op(node):
             try:
-                types = infer(program, op_of(node), node.args, dict(node.kwargs))
+                wanted = infer(program, op_of(node), node.args, dict(node.kwargs))
             except OpError as error:
                 yield f"{op_of(node).name} at {node.meta['loc']}: {error}"
                 return  # what follows would only repeat it
-            found = tuple(r.meta.get("type") for r in results_of(node))
-            if found != types:
-                yield f"{op_of(node).name} at {node.meta['loc']} is typed {found}, its rules give {types}"
-            continue
+            values = results_of(node)
+        elif node.op == "placeholder":
+            wanted = (input_type(program, str(node.target), is_split="shard-attention" in program.done),)
+            values = (node,)
+        elif node.op == "get_attr":
+            wanted, values = (param_type(program, body.params[str(node.target)]),), (node,)
         else:
             continue
-        if node.meta["type"] != wanted:
-            yield f"{node.target} has the type {node.meta['type']}, not {wanted}"
+        for value, type in zip(values, wanted, strict=True):
+            if (found := value.meta.get("type")) != type:
+                yield f"{value} of {node.target} at {node.meta.get('loc')} is typed {found}, not {type}"
+                return
 
 
 STAGES: tuple[tuple[Callable[[Program, Body], Faults], ...], ...] = (

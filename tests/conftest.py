@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads starve the ranks of a busy machine
+
+import torch  # noqa: E402
 
 #: Ranks are forked from the test process, which must not have started threads of torch.
 torch.set_num_threads(1)

@@ -16,6 +16,7 @@ from moec.artifact import load
 from moec.artifact_files import MANIFEST
 from moec.compiler import PHASES, compile, pipeline
 from moec.diagnostics import CompileError, MoecError
+from moec.explain import explain_plan
 from moec.ir_text import print_program
 from moec.passes import PASSES
 from moec.specs import read
@@ -118,6 +119,7 @@ def test_loads_what_it_saved(saved: Path) -> None:
     assert (artifact.prefill, artifact.decode) == (fresh.prefill, fresh.decode)
     assert artifact.document == json.loads(json.dumps(fresh.document))
     assert artifact.files() == fresh.files()
+    assert explain_plan(dict(artifact.document)) == explain_plan(dict(fresh.document))
 
 
 @pytest.mark.parametrize("name", ["prefill.ir", "decode.py", "plan.json"])

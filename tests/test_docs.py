@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from torch import fx
+from typer.main import get_command
 
+from moec.cli import app
 from moec.compiler import checked_plan, compile_phase
 from moec.diagnostics import CompileError
 from moec.ir import Program, is_op, op_of
@@ -27,17 +33,16 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.M | re.S)
 
 
+#: Names that CONTRIBUTING gives to what a reader will add.
+IMAGINED = re.compile(r"drop.nothing|E0299|[{}<>]|\b[A-Z]{4,}\b(?!\.md)")
+
+
 def named_paths(page: Path) -> Iterator[str]:
     """Paths of this repository in back quotes or links: those that start with an entry of its top folder."""
-    text = page.read_text()
     top = {entry.name for entry in ROOT.iterdir()}
-    for token in re.findall(r"`([^`\s]+)`|\]\(([^)#\s]+)", text):
-        path = (token[0] or token[1]).rstrip("/")
-        if (
-            path.split("/")[0] in top
-            and ("/" in path or "." in path)
-            and not re.search(r"[<>A-Z]{4,}|[{}]", path.removesuffix(".md"))
-        ):
+    for quoted, linked in re.findall(r"`([^`\s]+)`|\]\(([^)#\s]+)", page.read_text()):
+        path = (quoted or linked).rstrip("/")
+        if path.split("/")[0] in top and ("/" in path or "." in path) and not IMAGINED.search(path):
             yield path
 
 
@@ -88,6 +93,26 @@ def test_readme_shows_its_example_whole() -> None:
     (shown,) = blocks(ROOT / "README.md", "moe")
     assert shown == (ROOT / "examples" / "mixtral_dgx.moe").read_text()
     assert len(shown.splitlines()) == 20
+
+
+def test_readme_python_runs(tmp_path: Path) -> None:
+    (shown,) = blocks(ROOT / "README.md", "python")
+    shutil.copytree(ROOT / "examples" / "tiny", tmp_path / "examples" / "tiny")
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", shown], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"\[\[\d+(, \d+){7}\]\]\n", done.stdout)
+
+
+def test_readme_commands_exist() -> None:
+    """Every subcommand and option that README shows is known to the command line."""
+    lines = [line for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines()]
+    calls = [found[1].split() for line in lines if (found := re.search(r"\bmoec ((?:[a-z]+ ).*?)(?:  #|$)", line))]
+    assert len(calls) >= 8
+    for name, *arguments in calls:
+        command = get_command(app).commands[name]  # type: ignore[attr-defined]
+        known = {option for parameter in command.params for option in parameter.opts}
+        assert {a for a in arguments if a.startswith("-")} <= known, name
 
 
 def raised_codes() -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -98,6 +99,7 @@ def test_tiny_generates_what_transformers_does(mesh: str) -> None:
     command = [sys.executable, "-m", "moec", "run", "examples/tiny/tiny.moe", "--prompt", expected["prompt"]]
     command += ["--dtype", "fp32", "--max-new-tokens", str(len(expected["continuation"])), "--json"]
     command += [] if mesh == "as written" else ["--set", mesh, "--set", "mesh.attention=dp(2)*tp(2)"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["tokens"] == [expected["continuation"]]

@@ -104,10 +104,13 @@ def test_a_family_of_known_blocks_is_one_file() -> None:
     text |= {"name": "mine", "architecture": "MineForCausalLM"}
     text["attention"]["qk_norm"] = {"value": False}
     text["rotary"]["pairs"] = {"value": "interleaved"}
-    text["config"] = {"ignored": ["model_type"], "only": {"activation": ["swish"]}}
+    text["config"] = {"ignored": ["model_type"], "only": {"activation": ["swish"], "layer_kinds": ["full"]}}
     config = QWEN | {"model_type": "mine", "activation": "swish"}
     model = import_config(config, parse_family("mine", text), Path("mine"))
     attention = model.layers[0].attention
     assert isinstance(attention, Gqa) and not attention.qk_norm and model.rotary.pairs == "interleaved"
     with pytest.raises(MoecError, match="`activation`"):
         import_config(config | {"activation": "gelu"}, parse_family("mine", text), Path("mine"))
+    import_config(config | {"layer_kinds": ["full"] * 4}, parse_family("mine", text), Path("mine"))
+    with pytest.raises(MoecError, match=r"`layer_kinds` = .*only .*full.* is built"):  # one item that is not known
+        import_config(config | {"layer_kinds": ["full", "sliding"]}, parse_family("mine", text), Path("mine"))

@@ -11,7 +11,7 @@ import pytest
 from moec.checked import Swiglu
 from moec.codegen.phase import name_values, render_phase
 from moec.diagnostics import MoecError
-from moec.ir import Program, Run, is_op, results_of
+from moec.ir import Run, is_op, results_of
 from moec.ir_parse import parse
 from moec.ir_text import print_program
 from tests.programs import SPAN, compiled, gqa, mla, moe, plan, random_plan
@@ -103,13 +103,6 @@ def test_every_weight_is_read_and_every_name_defined(name: str) -> None:
         known = {argument.arg for argument in function.args.args}
         known |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         assert {n.id for n in ast.walk(function) if isinstance(n, ast.Name)} <= known
-
-
-def edited(old: str, new: str) -> Program:
-    """A program whose body `dense` has been renamed in the text, as a hand would."""
-    text = print_program(compiled(plan([Swiglu(12, SPAN)])))
-    assert old in text
-    return parse(text.replace(old, new))
 
 
 @pytest.mark.parametrize("name", ["forward", "x", "range", "weights", "lambda", "k"])

@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from moec.diagnostics import Diagnostic, MoecError
 from moec.runtime.launch_rank import Rank, die_with, join_timeout, start_rank
 from moec.runtime.launch_report import Report, died, encode_event, report_of
-from moec.runtime.launch_status import SLOT_BYTES, Status, read_place
+from moec.runtime.launch_status import SLOT_BYTES, Status, planted_fault, read_place
 
 #: How long reports of lost peers may wait for the report of the rank that was lost.
 _ROOT_CAUSE_SECONDS = 2.0
@@ -85,6 +85,7 @@ class _Crew:
 
     def __init__(self, main: Main, world: int, kind: str, threads: int | None) -> None:
         self.main, self.world, self.kind, self.threads = main, world, kind, threads
+        self.fault = planted_fault()
         self.members: dict[int, _Member] = {}
         self.slots = mmap.mmap(-1, SLOT_BYTES * world)
         self.selector = selectors.DefaultSelector()
@@ -183,16 +184,15 @@ class _Crew:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             for member in self.members.values():
                 os.close(member.pipe)
-            os.write(pipe, encode_event(self._work(rank)))
+            os.write(pipe, self._work(rank))
             code = 0
         finally:
             os._exit(code)
 
-    def _work(self, rank: int) -> dict[str, object]:
+    def _work(self, rank: int) -> bytes:
         """Run `main` in this rank; the event that tells the launcher how it went."""
-        status = Status()
+        status = Status(rank, self.slot(rank), self.fault)
         try:
-            status = Status(rank, self.slot(rank))
             store = self._join(rank) if self.world > 1 else None
             seat = start_rank(rank, self.world, (rank, self.world), self.kind, store, status, self.threads)
             result = self.main(seat)
@@ -200,15 +200,16 @@ class _Crew:
             status.enter("shutdown")
             if self.world > 1:
                 dist.destroy_process_group()
-            return {"result": result}
+            return encode_event({"result": result})
         except BrokenPipeError:
-            return {"closed": True}
+            return encode_event({"closed": True})
         except BaseException as error:
-            return {"report": report_of(error, status, self.world).to_json()}
+            return encode_event({"report": report_of(error, status, self.world).to_json()})
 
     def _join(self, rank: int) -> Store:
         """The store ranks meet at. Rank 0 serves it on the socket the launcher bound."""
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one host need no other network
+        # Ranks of one host need no other network.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         if rank == 0:
             return TCPStore(
                 "127.0.0.1",
@@ -219,7 +220,6 @@ class _Crew:
                 wait_for_workers=False,
                 master_listen_fd=self.listener.detach(),
             )
-        self.listener.close()
         return TCPStore("127.0.0.1", self.port, None, False, join_timeout(), wait_for_workers=False)
 
 

@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -55,8 +54,10 @@ def read_seat(env: Mapping[str, str]) -> Seat:
 class Peers:
     """What this rank knows of the others, through the store."""
 
-    def __init__(self, seat: Seat, store: Store | None) -> None:
-        self.seat, self.store = seat, store
+    def __init__(self, seat: Seat, store: Store | None, who: str = "main") -> None:
+        """`who`: the thread of this rank that asks, so that two of them do not both report."""
+        self.seat, self.store, self.who = seat, store, who
+        self._expected = set(range(seat.world))
         self._where: dict[int, str] = {}  # host and pid of the ranks seen so far
         if store is not None:
             store.set(f"pid/{seat.rank}", f"{socket.gethostname()} {os.getpid()}")
@@ -77,6 +78,7 @@ class Peers:
             self.store.wait(keys, join_timeout())
         except RuntimeError as error:
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            self._expected.difference_update(missing)
             there, names = self.seat.world - len(missing), ", ".join(map(str, missing))
             raise fail("E0607", f"plan wants {plan}, got {there}: rank {names} missing") from error
         self.store.set("all here", "")
@@ -91,17 +93,25 @@ class Peers:
             time.sleep(0.05)
 
     def claim(self, word: str = "error") -> bool:
-        """Whether this rank is the one to report. The first to ask is."""
+        """Whether this thread of this rank is the one to report. The first to ask is."""
         if self.store is None:
             return True
-        mine = f"{word} {self.seat.rank}"
+        mine = f"{word} {self.seat.rank} {self.who}"
         return bool(self.store.compare_set("claim", "", mine).decode() == mine)
 
     def claimed(self) -> str:
         """The word of the rank that reports, or the empty string while none does."""
+        return self._claim().partition(" ")[0]
+
+    def is_claimed_elsewhere(self) -> bool:
+        """Whether another rank than this one reports."""
+        claim = self._claim().split()
+        return bool(claim) and claim[1] != str(self.seat.rank)
+
+    def _claim(self) -> str:
         if self.store is None or not self.store.check(["claim"]):
             return ""
-        return self.store.get("claim").decode().partition(" ")[0]
+        return self.store.get("claim").decode()
 
     def leave(self, seconds: float) -> None:
         """Say that this rank's end is orderly. Where it serves the store, stay `seconds` at most for the others."""
@@ -109,21 +119,32 @@ class Peers:
             return
         with contextlib.suppress(RuntimeError):  # the store went first
             self.store.set(f"left/{self.seat.rank}", "")
-            if serves_store(self.seat):
-                self.store.wait([f"left/{rank}" for rank in range(self.seat.world)], timedelta(seconds=seconds))
+            deadline = time.monotonic() + seconds
+            while serves_store(self.seat) and time.monotonic() < deadline and self._is_needed():
+                time.sleep(0.02)
 
     def dead(self) -> tuple[int, int] | None:
         """Rank and pid of a peer on this host whose process is gone without a word."""
-        if self.store is None:
-            return None
-        for rank in range(self.seat.world):
-            if rank not in self._where and self.store.check([f"pid/{rank}"]):
-                self._where[rank] = self.store.get(f"pid/{rank}").decode()
-            host, _, pid = self._where.get(rank, "").rpartition(" ")
-            is_gone = host == socket.gethostname() and not is_alive(int(pid))
-            if is_gone and not self.store.check([f"left/{rank}"]):
-                return rank, int(pid)
+        for rank in range(self.seat.world if self.store is not None else 0):
+            if (pid := self._gone(rank)) and not self._has_left(rank):
+                return rank, pid
         return None
+
+    def _is_needed(self) -> bool:
+        """Whether a peer may still use the store."""
+        return any(not self._has_left(rank) and not self._gone(rank) for rank in self._expected)
+
+    def _has_left(self, rank: int) -> bool:
+        assert self.store is not None
+        return self.store.check([f"left/{rank}"])
+
+    def _gone(self, rank: int) -> int:
+        """The pid of a rank that ran on this host and does no more, else 0."""
+        assert self.store is not None
+        if rank not in self._where and self.store.check([f"pid/{rank}"]):
+            self._where[rank] = self.store.get(f"pid/{rank}").decode()
+        host, _, pid = self._where.get(rank, "").rpartition(" ")
+        return int(pid) if host == socket.gethostname() and not is_alive(int(pid)) else 0
 
 
 def serves_store(seat: Seat) -> bool:

@@ -49,7 +49,7 @@ def choose_device(kind: str, local_rank: int, local_world: int, num_devices: int
         raise fail(
             "E0605",
             f"{local_world} ranks on this host need a CUDA device each, {num_devices} are visible",
-            f"run {num_devices or 1} ranks per host, or compile for --target cpu",
+            f"run {num_devices or 1} ranks per host, or hide the devices with CUDA_VISIBLE_DEVICES= to use the CPU",
         )
     return torch.device("cuda", local_rank)
 

@@ -61,6 +61,12 @@ class Fault:
         raise RuntimeError(f"fault planted by {FAULT_VARIABLE}")
 
 
+def planted_fault() -> Fault | None:
+    """The fault that MOEC_FAULT plants, if it is set. Raises MoecError E0608."""
+    text = os.environ.get(FAULT_VARIABLE)
+    return parse_fault(text) if text else None
+
+
 def parse_fault(text: str) -> Fault:
     """The fault a `MOEC_FAULT` value names.
 
@@ -83,14 +89,13 @@ def parse_fault(text: str) -> Fault:
 class Status:
     """The place of one rank: set `layer` and `step` as they change, call `enter` before an operation."""
 
-    def __init__(self, rank: int = 0, slot: memoryview | None = None) -> None:
+    def __init__(self, rank: int = 0, slot: memoryview | None = None, fault: Fault | None = None) -> None:
         """`slot`: `SLOT_BYTES` of memory shared with the launcher; without one the status is this process's own."""
         self.rank = rank
         self.layer: int | None = None
         self.step: int | None = None
         self._slot = slot if slot is not None else memoryview(bytearray(SLOT_BYTES))
-        planted = os.environ.get(FAULT_VARIABLE)
-        self._fault = parse_fault(planted) if planted else None
+        self._fault = fault
 
     def enter(self, op: str) -> None:
         """Say that `op` begins. A planted fault strikes here."""

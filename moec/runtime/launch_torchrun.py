@@ -28,10 +28,12 @@ from moec.runtime.launch import Stopped
 from moec.runtime.launch_peers import Peers, connect, read_seat
 from moec.runtime.launch_rank import Rank, die_with, start_rank
 from moec.runtime.launch_report import Report, died, report_of
-from moec.runtime.launch_status import Status
+from moec.runtime.launch_status import Status, planted_fault
 
 #: How long a rank that lost its peers waits for the rank that knows why.
 _CLAIM_SECONDS = 1.0
+#: How long a rank that failed and serves the store waits for the others to see why.
+_FAREWELL_SECONDS = 5.0
 #: How often a rank looks whether its peers are alive and silent.
 _WATCH_SECONDS = 0.25
 #: How long a rank that is done and serves the store waits for slower ranks to be done.
@@ -54,13 +56,13 @@ def run_as_rank(work: Callable[[Start], object]) -> NoReturn:
     status, peers = Status(), None
     try:
         seat = read_seat(os.environ)
-        status = Status(seat.rank)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with(os.getppid())  # torchrun killed by SIGKILL leaves its ranks alive
-        status.enter("init")
         store = connect(seat)
         peers = Peers(seat, store)
-        _watch(Peers(seat, connect(seat, may_serve=False)), status)
+        status = Status(seat.rank, fault=planted_fault())
+        status.enter("init")
+        _watch(Peers(seat, connect(seat, may_serve=False), "watch"), status)
         base = PrefixStore("torch", store) if store is not None else None
 
         def start(world: int, mesh: str, kind: str) -> Rank:
@@ -104,7 +106,7 @@ def _report(error: BaseException, status: Status, peers: Peers | None) -> int:
 def _report_own(report: Report, code: int, peers: Peers) -> int:
     if peers.claim():
         _print(report)
-    peers.leave(_CLAIM_SECONDS + 1)
+    peers.leave(_FAREWELL_SECONDS)
     return code
 
 
@@ -119,7 +121,7 @@ def _report_lost(report: Report, status: Status, peers: Peers) -> int:
         report = died(*found, "died", status.place)
     if not peers.claimed() and peers.claim():
         _print(report)
-    peers.leave(_CLAIM_SECONDS + 1)
+    peers.leave(_FAREWELL_SECONDS)
     return 0 if peers.claimed() == "closed" else EXIT_PEER
 
 
@@ -146,11 +148,13 @@ def _watch(peers: Peers, status: Status) -> None:
         lost = Report("E0602", f"rank {status.rank} lost its peers", derived=True)
         with contextlib.suppress(RuntimeError):  # without a store, only signals are left to follow
             while not select.select([read_end], [], [], _WATCH_SECONDS)[0]:
-                if peers.claimed() or peers.dead() is not None:
+                if peers.is_claimed_elsewhere() or (not peers.claimed() and peers.dead() is not None):
                     _end(_report_lost(lost, status, peers))
         stopped = Stopped(os.read(read_end, 1)[0])
         lost = Report("E0606", stopped.diagnostics[0].message, derived=True)
         with contextlib.suppress(RuntimeError):
+            if peers.claimed() and not peers.is_claimed_elsewhere():
+                return  # the main thread is reporting, and then ends the process
             _report_lost(lost, status, peers)
         _end(stopped.exit_code)
 

@@ -1,0 +1,96 @@
+"""Planted mistakes with parameters, placements and KV states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moec.ir import Layout, Placed, Program, Shard, layout
+from moec.placement import Placement
+from tests.planted.tools import bypass, lay, layer, mistake, ops, put
+
+
+@mistake("copies", "2 does not divide into heads of 4")
+def _kv_heads_fewer_than_tp(program: Program) -> None:
+    for name in ("attention.k", "attention.v"):
+        lay(program, layer(program), name, "attention", tp=Shard(0))
+
+
+@mistake("dense", "copied KV heads must be one per rank")
+def _copies_of_several_kv_heads(program: Program) -> None:
+    for name in ("attention.k", "attention.v"):
+        lay(program, layer(program), name, "attention", tp=Shard(0, 2))
+
+
+@mistake("copies", "state k lies S0 on tp")
+def _state_cut_otherwise_than_its_heads(program: Program) -> None:
+    body = layer(program)
+    body.states["k"] = replace(body.states["k"], layout=layout(program.mesh, "attention", tp=Shard(0)))
+
+
+@mistake("dense", "state k keeps fp32[1, 5] per token")
+def _state_of_another_width(program: Program) -> None:
+    body = layer(program)
+    body.states["k"] = replace(body.states["k"], shape=(2, 5))
+
+
+@mistake("dense", "2 operations write the states")
+def _state_written_twice(program: Program) -> None:
+    body = layer(program)
+    (attention,) = ops(body, "attention")
+    (again,) = put(program, body, attention, "attention", *attention.args, **attention.kwargs)
+    (total,) = put(program, body, again, "add", attention, again)
+    attention.replace_all_uses_with(total, lambda user: user not in (again, total))
+
+
+@mistake("local", "the parameter must be whole")
+def _embedding_cut_over_the_batch_axis(program: Program) -> None:
+    body = program.bodies["prologue"]
+    body.params["embed"] = replace(body.params["embed"], shape=(12, 10))
+    lay(program, body, "embed", "attention", dp=Shard(0))
+
+
+@mistake("flat", "grouped_gate_up cannot take")
+def _experts_cut_evenly_instead_of_placed(program: Program) -> None:
+    for name, dim in (("experts.gate_up", 1), ("experts.down", 2)):
+        lay(program, layer(program), name, "experts", ep=Shard(0), etp=Shard(dim))
+
+
+@mistake("flat", "placed(routed) on axis etp")
+def _experts_placed_over_etp(program: Program) -> None:
+    lay(program, layer(program), "experts.down", "experts", ep=Shard(2), etp=Placed("routed"))
+
+
+@mistake("flat", "lies whole on every rank", behind="shard-experts")
+def _experts_not_sharded(program: Program) -> None:
+    body = layer(program)
+    for name in ("experts.gate", "experts.up", "experts.down"):
+        body.params[name] = replace(body.params[name], layout=Layout())
+    bypass(next(n for n in ops(body, "all_reduce") if n.kwargs["group"] == "experts.etp"))
+
+
+@mistake("dense", "a parameter that does not join the two")
+def _gate_alone_taken_for_gate_and_up(program: Program) -> None:
+    body = layer(program)
+    body.params["ffn.gate_up"] = replace(body.params["ffn.gate_up"], parts=("ffn.gate",))
+
+
+@mistake("dense", "attention.k is a part of two parameters")
+def _one_weight_loaded_twice(program: Program) -> None:
+    body = layer(program)
+    body.params["attention.v"] = replace(body.params["attention.v"], parts=("attention.k",))
+
+
+@mistake("dense", "parameter attention.extra is never read")
+def _parameter_for_nobody(program: Program) -> None:
+    body = layer(program)
+    body.params["attention.extra"] = body.params["attention.o"]
+
+
+@mistake("flat", "experts without a slot: [7]")
+def _expert_without_a_slot(program: Program) -> None:
+    program.placements["routed"] = Placement(((0, 1, 2, 3), (4, 5, 6)))
+
+
+@mistake("flat", "an expert has two slots")
+def _expert_in_two_slots(program: Program) -> None:
+    program.placements["routed"] = Placement(((0, 1, 2, 3), (4, 5, 6, 7, 7)))

@@ -1,0 +1,227 @@
+"""Plans, weights and steps for tests of the IR and the passes: fixed ones by name, random ones by seed.
+
+Everything follows from its arguments: the same seed gives the same plan, weights and tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moec.checked import (
+    Experts,
+    Gqa,
+    Layer,
+    MeshSpec,
+    Mla,
+    Model,
+    Moe,
+    Phase,
+    Plan,
+    Rotary,
+    Router,
+    Swiglu,
+    Yarn,
+)
+from moec.diagnostics import SourceFile, Span
+from moec.ir import Program
+from moec.ir_eval import Reference, Sequence
+from moec.ir_parse import parse
+from moec.ir_text import print_program
+from moec.lowering import lower
+from moec.passes import PASSES
+from moec.passes.runner import Observer, run_passes
+from moec.topology import Cluster
+
+SPAN = Span(SourceFile("toy.moe", "model toy {}\n"), 0, 5)
+HIDDEN, VOCAB = 10, 11
+
+# --- fixed plans -------------------------------------------------------------------------------------------------
+
+
+def gqa(heads: int = 4, kv_heads: int = 2, bias: bool = False, qk_norm: bool = False) -> Gqa:
+    return Gqa("attention", heads, kv_heads, 4, bias, bias, qk_norm, SPAN)
+
+
+def mla(heads: int = 4, q_rank: int | None = 6) -> Mla:
+    return Mla("attention", heads, q_rank, 5, 3, 2, 4, SPAN)
+
+
+def moe(
+    count: int = 8,
+    inner: int = 6,
+    shared: int = 0,
+    top: int = 2,
+    score: str = "softmax",
+    bias: bool = False,
+    **router: Any,
+) -> Moe:
+    """`shared`: inner width of one shared expert, 0 for none."""
+    settings = {"groups": 1, "keep": 1, "renormalize": True, "scale": 1.0} | router
+    owner = Router("router", score, top, bias=bias, span=SPAN, **settings)
+    beside = Experts("shared", 1, shared, SPAN) if shared else None
+    return Moe(owner, Experts("routed", count, inner, SPAN), beside, SPAN)
+
+
+def plan(
+    ffns: Iterable[Moe | Swiglu],
+    attention: Gqa | Mla | None = None,
+    exchange: str = "flat",
+    placement: str = "linear",
+    tied: bool = False,
+    rotary: Rotary | None = None,
+    hidden: int = HIDDEN,
+    vocab: int = VOCAB,
+    eps: float = 1e-6,
+    **degrees: int,
+) -> Plan:
+    """One layer per element of `ffns`. Degrees as for `moec.mesh.Mesh`; what is left out is 1."""
+    attention = attention or gqa()
+    layers: dict[int, Layer] = {}
+    stack = tuple(layers.setdefault(id(ffn), Layer(attention, ffn, SPAN)) for ffn in ffns)
+    model = Model("toy", hidden, vocab, eps, tied, rotary or Rotary(), None, "fp32", stack, SPAN)
+    found = {axis: degrees.get(axis, 1) for axis in ("dp", "tp", "edp", "ep", "etp")}
+    cluster = Cluster("localhost", 1, found["dp"] * found["tp"])
+    mesh = MeshSpec("mesh", cluster, *found.values(), placement, SPAN)
+    return Plan(
+        "plan", model, mesh, "fp32", 16, Phase("prefill", 16, exchange, SPAN), Phase("decode", 8, exchange, SPAN), SPAN
+    )
+
+
+def program_of(plan: Plan, phase: str = "prefill") -> Program:
+    return lower(plan, plan.prefill if phase == "prefill" else plan.decode, "toy.moe")
+
+
+def compiled(
+    plan: Plan, stop_after: str | None = None, observers: Iterable[Observer] = (), phase: str = "prefill"
+) -> Program:
+    """The plan's program behind `stop_after`, or behind all passes."""
+    program = program_of(plan, phase)
+    run_passes(program, [cls() for cls in PASSES], observers, stop_after)
+    return program
+
+
+def edited(program: Program, *changes: tuple[str, str]) -> Program:
+    """The program its text says once each (old, new) is replaced; every old text must be there once."""
+    text = print_program(program)
+    for old, new in changes:
+        assert text.count(old) == 1, f"{text.count(old)} times {old!r} in\n{text}"
+        text = text.replace(old, new)
+    return parse(text)
+
+
+# --- random plans ------------------------------------------------------------------------------------------------
+
+
+def random_plan(seed: int) -> Plan:
+    """1-3 layers of up to two kinds, 1-16 experts, up to 8 ranks on any degrees the checker allows."""
+    rng = random.Random(seed)
+    degrees = _random_degrees(rng)
+    attention = _random_attention(rng, degrees["tp"])
+    kinds = [_random_moe(rng, degrees["etp"], "routed"), _random_ffn(rng, degrees["etp"], "other")]
+    stack = rng.choices(kinds, weights=(2, 1), k=rng.randint(1, 3))
+    yarn = Yarn(4.0, 8, mscale=1.0, mscale_all_dim=rng.choice((0.0, 0.7)))
+    rotary = Rotary(rng.choice((100.0, 10000.0)), rng.choice(("halves", "interleaved")), rng.choice((None, None, yarn)))
+    return plan(
+        stack,
+        attention,
+        rng.choice(("flat", "gather")),
+        rng.choice(("linear", "round_robin")),
+        rng.random() < 0.3,
+        rotary,
+        **degrees,
+    )
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _random_degrees(rng: random.Random) -> dict[str, int]:
+    size = rng.choice((1, 2, 2, 3, 4, 4, 6, 8))
+    tp = rng.choice(_divisors(size))
+    etp = rng.choice([d for d in _divisors(size) if max(d, tp) % min(d, tp) == 0])
+    ep = rng.choice(_divisors(size // etp)[-2:])
+    return {"dp": size // tp, "tp": tp, "edp": size // etp // ep, "ep": ep, "etp": etp}
+
+
+def _random_attention(rng: random.Random, tp: int) -> Gqa | Mla:
+    heads = tp * rng.choice((1, 2))
+    if rng.random() < 0.4:
+        return mla(heads, rng.choice((None, 6)))
+    kv_heads = rng.choice([k for k in _divisors(heads) if k % tp == 0 or tp % k == 0])
+    return gqa(heads, kv_heads, rng.random() < 0.3, rng.random() < 0.5)
+
+
+def _random_ffn(rng: random.Random, etp: int, name: str) -> Moe | Swiglu:
+    return _random_moe(rng, etp, name) if rng.random() < 0.7 else Swiglu(rng.randint(1, 12), SPAN)
+
+
+def _random_moe(rng: random.Random, etp: int, name: str) -> Moe:
+    count = rng.randint(1, 16)
+    groups = rng.choice(_divisors(count))
+    keep = rng.randint(1, groups)
+    top = rng.randint(1, min(4, count // groups * keep))
+    router = Router(
+        "router",
+        rng.choice(("softmax", "sigmoid")),
+        top,
+        groups,
+        keep,
+        rng.random() < 0.5,
+        rng.random() < 0.5,
+        rng.choice((1.0, 2.5)),
+        SPAN,
+    )
+    shared = Experts("shared", rng.randint(1, 2), rng.randint(1, 5), SPAN) if rng.random() < 0.5 else None
+    return Moe(router, Experts(name, count, etp * rng.randint(1, 3), SPAN), shared, SPAN)
+
+
+# --- weights and steps -------------------------------------------------------------------------------------------
+
+Weights = dict[str, Tensor]
+
+
+def weights_of(program: Program, seed: int = 0, ties: bool = False) -> Weights:
+    """Every logical parameter of a lowered program, fp64. `ties`: about half of the experts score exactly alike."""
+    generator = torch.Generator().manual_seed(seed)
+    found: Weights = {}
+    for body in program.bodies.values():
+        for layer in program.layers_of(body.name) or [None]:
+            for name, param in body.params.items():
+                (part,) = param.parts
+                scale = param.shape[-1] ** -0.5 if len(param.shape) > 1 else 1.0
+                value = torch.randn(param.shape, generator=generator, dtype=torch.float64) * scale
+                if name.startswith("router.") and ties:
+                    value[torch.rand(param.shape[0], generator=generator) < 0.5] = 0.0
+                found.setdefault(part if layer is None else f"layers.{layer}.{part}", value)
+    return found
+
+
+Steps = list[list[Sequence]]
+
+#: Two prompts, then one more token of each.
+STEPS: Steps = [[Sequence((1, 2, 3), 0), Sequence((7, 4), 1)], [Sequence((5,), 0, 3), Sequence((6,), 1, 2)]]
+
+
+def random_steps(seed: int) -> Steps:
+    """A prompt step and one that continues it. Often fewer sequences than ranks, some of no row at all."""
+    rng = random.Random(seed)
+    cached = [0] * rng.choice((0, 1, 1, 2, 3, 5))
+    steps: Steps = []
+    for longest in (4, 1):
+        counts = [rng.randint(0, longest) for _ in cached]
+        rows = [tuple(rng.choices(range(VOCAB), k=count)) for count in counts]
+        steps.append([Sequence(tokens, slot, cached[slot]) for slot, tokens in enumerate(rows)])
+        cached = [before + count for before, count in zip(cached, counts, strict=True)]
+    return steps
+
+
+def evaluate(program: Program, weights: Weights, steps: Steps) -> Tensor:
+    """Logits [rows of all steps, V] of the reference evaluator."""
+    reference = Reference(program, weights)
+    return torch.cat([reference.step(step) for step in steps])

@@ -1,0 +1,76 @@
+"""The pages of E0505 to E0510 show the errors as they are printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moec.checked import Swiglu
+from moec.codegen.phase import render_phase
+from moec.diagnostics import MoecError
+from moec.ir import Run
+from moec.runtime import kernels_torch_moe as k
+from moec.runtime.executor import collect_weights
+from moec.runtime.kernels import kernels_for
+from tests.contexts import context
+from tests.programs import SPAN, compiled, gqa, plan
+
+PAGES = Path(__file__).parent.parent / "specs" / "errors"
+
+
+def body_named_forward() -> None:
+    program = compiled(plan([Swiglu(12, SPAN)]))
+    program.bodies["forward"] = program.bodies.pop("dense")
+    program.bodies["forward"].name = "forward"
+    program.runs = [replace(run, body="forward") if run == Run("dense", range(1)) else run for run in program.runs]
+    render_phase(program)
+
+
+def scores_that_are_not_numbers() -> None:
+    logits = torch.zeros(7, 8)
+    logits[5, 2] = float("nan")
+    k.route(context(), logits, score="softmax", top=2, groups=1, keep=1, renormalize=True, scale=1.0, table="routed")
+
+
+def expert_that_does_not_exist() -> None:
+    k.dispatch(context(), torch.zeros(1, 4), torch.tensor([[2, 8]]), table="routed")
+
+
+def lost_rows() -> None:
+    k.combine(context(), torch.zeros(5, 4), torch.arange(5), torch.ones(3, 2), table="routed")
+
+
+def kernel_that_is_not_there() -> None:
+    program = compiled(plan([Swiglu(12, SPAN)]))
+    next(node for _, node in program.nodes() if node.target.name == "linear").meta["kernel"] = "triton"
+    kernels_for(program)
+
+
+def weight_of_another_shape() -> None:
+    program = compiled(plan([Swiglu(12, SPAN)], gqa(heads=12, kv_heads=4), hidden=48, dp=2, edp=2))
+    tensors = {"embed": torch.zeros(11, 48), "layers.0.attention_norm": torch.zeros(48)}
+    collect_weights(program, tensors | {"layers.0.attention.q": torch.zeros(64, 48)}, rank=1)
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("E0505", body_named_forward),
+        ("E0506", scores_that_are_not_numbers),
+        ("E0507", expert_that_does_not_exist),
+        ("E0508", lost_rows),
+        ("E0509", kernel_that_is_not_there),
+        ("E0510", weight_of_another_shape),
+    ],
+)
+def test_pages_show_the_error_as_printed(code: str, cause: Callable[[], None]) -> None:
+    with pytest.raises(MoecError) as error:
+        cause()
+    assert error.value.diagnostics[0].code == code
+    page = (PAGES / f"{code}.md").read_text()
+    assert page.startswith(f"# {code}: ")
+    assert f"```\n{error.value.render()}\n```" in page
