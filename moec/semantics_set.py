@@ -27,6 +27,8 @@ KINDS: dict[str, type[ast.Node]] = {
 BOTH_PHASES = ("exchange", "combine", "capacity", "overlap")
 PHASES = ("prefill", "decode")
 Target = ast.Constant | ast.Cluster | ast.Model | ast.Mesh | ast.Plan
+#: Items of a block that stand under their own name.
+NAMED = (ast.Setting, ast.Grouping, ast.Capped, ast.Attention, ast.ExpertGroup)
 TARGETS = (ast.Constant, ast.Cluster, ast.Model, ast.Mesh, ast.Plan)
 
 
@@ -174,8 +176,4 @@ def _key(item: ast.Node) -> str | None:
     """The name under which `--set` finds an item of a block."""
     if isinstance(item, ast.View):
         return item.kind
-    return (
-        item.name.id
-        if isinstance(item, (ast.Setting, ast.Grouping, ast.Capped, ast.Attention, ast.ExpertGroup))
-        else None
-    )
+    return item.name.id if isinstance(item, NAMED) else None
