@@ -21,6 +21,7 @@ from moec.ir import Program
 from moec.lowering import lower
 from moec.passes import PASSES
 from moec.passes.base import Pass
+from moec.passes.choose_exchange import ChooseExchange
 from moec.passes.choose_kernels import ChooseKernels
 from moec.passes.fuse_gate_up import FuseGateUp
 from moec.passes.infer_shapes import InferShapes
@@ -32,6 +33,7 @@ from moec.passes.shard_attention import ShardAttention
 from moec.passes.shard_experts import ShardExperts
 from moec.passes.split_tokens import SplitTokens
 from moec.plan_document import plan_document
+from moec.plan_exchange import ExchangeTables
 from moec.semantics import check
 from moec.weights_path import find_weights
 
@@ -46,6 +48,7 @@ def pipeline(kernels: str = "torch") -> tuple[Pass, ...]:
         ShardAttention(),  # first of the three that shard: the others start from its split batch
         SplitTokens(),
         ShardExperts(),  # needs the experts view that split-tokens moved the tokens to
+        ChooseExchange(),  # asks insert-exchange for each
         InsertExchange(),
         FuseGateUp(),  # after the exchange, which makes the experts' own products
         PlanMemory(),  # last to see sizes: nothing below changes a shape
@@ -68,11 +71,13 @@ def compile(
     """
     chosen, source = checked_plan(path, plan, overrides)
     prefer = "triton" if target != "cpu" else kernels
-    programs = {phase: compile_phase(chosen, phase, source.name, prefer, observers) for phase in PHASES}
+    tables = ExchangeTables(chosen)
+    watching = (*observers, tables)
+    programs = {phase: compile_phase(chosen, phase, source.name, prefer, watching) for phase in PHASES}
     folder = find_weights(chosen.model.weights, path.parent, weights, must_exist=False)
     fingerprint = open_checkpoint(folder).fingerprint if folder is not None and has_weights(folder) else None
     sources, reports = compile_kernels(programs.values(), target)
-    document = plan_document(chosen, programs, target, reports, fingerprint)
+    document = plan_document(chosen, programs, tables.found, target, reports, fingerprint)
     modules = {f"{phase}.py": render_phase(program) for phase, program in programs.items()}
     return Artifact(programs["prefill"], programs["decode"], document, modules | sources)
 

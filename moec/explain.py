@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from moec.diagnostics import did_you_mean, fail
+from moec.explain_exchange import exchange_lines
 from moec.specs import read, shipped
 
 GIB = 2**30
@@ -65,29 +66,33 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _phases(document: dict[str, Any]) -> Iterator[str]:
-    for name in ("prefill", "decode"):  # plan.json has them in the order of the alphabet
-        phase = document["phases"][name]
+    for name, phase in document["phases"].items():
         yield ""
         rows = "tokens" if name == "prefill" else "sequences"
         yield f"{name}: up to {phase['tokens']} {rows} a step on each dp rank, exchange {phase['exchange']}"
+        if phase["exchanges"] is not None:
+            yield from exchange_lines(phase["exchanges"])
         for run in phase["runs"]:
-            yield f"  {run['body']}{_layers(run['layers'])}"
-            yield from (f"    {_traffic(t)}" for t in phase["traffic"] if t["body"] == run["body"])
+            yield from _run(phase, run)
 
 
-def _layers(layers: list[int] | None) -> str:
-    if layers is None:
-        return ""
-    first, last = layers
-    return f" for layer {first}" if first == last else f" for layers {first}..{last}"
+def _run(phase: dict[str, Any], run: dict[str, Any]) -> Iterator[str]:
+    """One body: how long it takes once, and what it sends."""
+    layers, us = run["layers"], phase["us"][run["body"]]
+    where = f" for layers {layers[0]}..{layers[1]}" if layers else ""
+    yield f"  {run['body']}{where}: {_time(us)}{' each' if layers else ''}"
+    yield from (f"    {_traffic(t)}" for t in phase["traffic"] if t["body"] == run["body"])
 
 
 def _traffic(item: dict[str, Any]) -> str:
-    time = "time unknown" if item["us"] is None else f"{item['us']:.1f} us"
-    return (
-        f"{item['op']:<20} over {item['group']} ({item['num_ranks']} ranks, {item['link']}):"
-        f" {item['send_bytes'] / 2**20:.3f} MiB from each rank, {time}"
-    )
+    """Bytes that leave or reach the busiest rank."""
+    where = {"inter": "between nodes", "intra": "inside nodes"}
+    sizes = [f"{item['bytes'][name] / 2**20:.3f} MiB {text}" for name, text in where.items() if item["bytes"][name]]
+    return f"{item['op']:<20} over {item['group']} ({item['num_ranks']} ranks): {', '.join(sizes)}, {_time(item['us'])}"
+
+
+def _time(us: float | None) -> str:
+    return "time unknown" if us is None else f"{us:.1f} us"
 
 
 def _kernels(document: dict[str, Any]) -> Iterator[str]:

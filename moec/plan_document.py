@@ -8,19 +8,24 @@ from typing import Any
 
 from moec.checked import Plan
 from moec.checkpoint import Fingerprint
-from moec.cost import traffic
-from moec.ir import Program
+from moec.cost import NodeCost, node_costs
+from moec.cost_flow import CLASSES
+from moec.ir import Program, op_of
 from moec.parameters import count
 
 
 def plan_document(
     plan: Plan,
     programs: Mapping[str, Program],
+    exchanges: Mapping[str, Any],
     target: str,
     kernels: list[dict[str, Any]],
     fingerprint: Fingerprint | None,
 ) -> dict[str, Any]:
-    """The document: names, degrees, parameters, memory per rank and, by phase, exchange and traffic."""
+    """The document: names, degrees, parameters, memory per rank and, by phase, exchange, time and traffic.
+
+    `exchanges`: the table of `moec.plan_exchange` of each phase that has one.
+    """
     first = next(iter(programs.values()))
     model = plan.model
     return {
@@ -41,21 +46,46 @@ def plan_document(
         "placement": {table: [list(held) for held in p.slots] for table, p in first.placements.items()},
         "target": target,
         "kernels": kernels,
-        "phases": {name: _phase(program) for name, program in programs.items()},
+        "phases": {name: _phase(program, exchanges.get(name)) for name, program in programs.items()},
         "memory": _memory(programs),
     }
 
 
-def _phase(program: Program) -> dict[str, Any]:
+def _phase(program: Program, exchanges: Any) -> dict[str, Any]:
+    costs = list(node_costs(program))
     return {
         "tokens": program.tokens,
         "slots": program.slots,
         "exchange": program.exchange if program.mesh.ep > 1 else "none",
+        "combine": program.combine if program.mesh.ep > 1 else "none",
+        "exchanges": exchanges,
         "runs": [
             {"body": run.body, "layers": [run.layers.start, run.layers.stop - 1] if run.layers else None}
             for run in program.runs
         ],
-        "traffic": [asdict(item) for item in traffic(program)],
+        "us": {name: _time([cost for body, cost in costs if body == name]) for name in program.bodies},
+        "traffic": [_traffic(program, body, cost) for body, cost in costs if cost.messages != (0, 0, 0)],
+    }
+
+
+def _time(costs: list[NodeCost]) -> float | None:
+    """Microseconds of one run of a body, its operations one after the other; None where a rate is not known."""
+    times = [cost.us for cost in costs]
+    known = [us for us in times if us is not None]
+    return round(sum(known), 3) if len(known) == len(times) else None
+
+
+def _traffic(program: Program, body: str, cost: NodeCost) -> dict[str, Any]:
+    group = str(cost.node.kwargs["group"])
+    return {
+        "body": body,
+        "op": op_of(cost.node).name,
+        "group": group,
+        "num_ranks": len(program.mesh.groups()[group][0]),
+        "link": cost.node.meta["stream"],
+        "bytes": dict(zip(CLASSES, map(round, cost.bytes), strict=True)),
+        "times": len(program.layers_of(body)) or 1,
+        "us": None if cost.us is None else round(cost.us, 3),
     }
 
 

@@ -1,6 +1,7 @@
 """The passes, one file each, in the order in which they run (`moec.compiler` says why)."""
 
 from moec.passes.base import Pass, parse_pass
+from moec.passes.choose_exchange import ChooseExchange
 from moec.passes.choose_kernels import ChooseKernels
 from moec.passes.fuse_gate_up import FuseGateUp
 from moec.passes.infer_shapes import InferShapes
@@ -17,6 +18,7 @@ PASSES: tuple[type[Pass], ...] = (
     ShardAttention,
     SplitTokens,
     ShardExperts,
+    ChooseExchange,
     InsertExchange,
     FuseGateUp,
     PlanMemory,

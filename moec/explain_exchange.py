@@ -1,0 +1,81 @@
+"""The part of `moec explain` that says how rows travel to their experts, what else was possible, and why not that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+MIB = 2**20
+#: Class of link -> heading of its bytes.
+CLASSES = {"inter": "between nodes", "intra": "inside nodes", "memory": "device memory"}
+#: Term of a time -> what it is spent on.
+SPENT = {
+    "latency": "the latency of messages",
+    "inter": "bytes between nodes",
+    "intra": "bytes inside nodes",
+    "memory": "device memory",
+    "compute": "arithmetic",
+}
+
+
+def exchange_lines(table: dict[str, Any]) -> Iterator[str]:
+    """The table of candidates, and in words why one was taken and where another would be."""
+    yield "  the exchange of one sparse layer: MiB on the busiest rank, and time"
+    heads = "".join(f"{head:>15}" for head in CLASSES.values())
+    yield f"    {'':<18}{heads}{'time':>14}"
+    for found in table["candidates"]:
+        yield f"    {_row(found, table['chosen'])}".rstrip()
+    yield from (f"  {line}" for line in (*_reason(table), _by_tokens(table)))
+
+
+def _row(found: dict[str, Any], chosen: dict[str, str]) -> str:
+    sizes = "".join(f"{found['bytes'][name] / MIB:>15.3f}" for name in CLASSES)
+    if found["us"] is not None:
+        time = f"{found['us']:>11.1f} us"
+    elif found["unknown"]:
+        time = f"{'unknown':>14}"
+    else:
+        sizes, time = f"{'':>{15 * len(CLASSES)}}", f"{'not possible':>14}"
+    marks = ["chosen"] * (_name(found) == _name(chosen)) + [found["note"]] * bool(found["note"])
+    return f"{_name(found):<18}{sizes}{time}   {'; '.join(marks)}"
+
+
+def _name(candidate: dict[str, Any]) -> str:
+    """`two_hop`, `flat ordered`: how rows come back is said only where that is a choice."""
+    return f"{candidate['exchange']} {candidate['combine']}" if candidate["exchange"] == "flat" else candidate["exchange"]
+
+
+def _reason(table: dict[str, Any]) -> Iterator[str]:
+    """Who chose; then the best other candidate and what it would spend more on."""
+    chosen = next(c for c in table["candidates"] if _name(c) == _name(table["chosen"]))
+    by_model = "auto" in table["asked"].values()
+    who = "auto chose" if by_model else "the plan asks for"
+    if unknown := sorted({link for c in table["candidates"] if c["is_eligible"] for link in c["unknown"]}):
+        what = " and ".join(CLASSES[link] for link in unknown)
+        yield f"{who} {_name(chosen)}: the cluster does not give the rate of its links {what}, so times are not known"
+        return
+    others = [c for c in table["candidates"] if c["is_eligible"] and c is not chosen]
+    yield f"{who} {_name(chosen)}{_best_by(chosen, min(others, key=lambda c: float(c['us'])))}"
+
+
+def _best_by(chosen: dict[str, Any], other: dict[str, Any]) -> str:
+    """The nearest other candidate beside the one chosen, and the term in which they differ most."""
+    names = {*chosen["terms"], *other["terms"]}
+    more = {name: other["terms"].get(name, 0.0) - chosen["terms"].get(name, 0.0) for name in names}
+    if abs(other["us"] - chosen["us"]) <= 0.01 * min(other["us"], chosen["us"]):
+        return f": {_name(other)} takes as good as the same time, and the simpler goes first"
+    faster = other["us"] < chosen["us"]
+    term = (min if faster else max)(sorted(more), key=lambda name: more[name])
+    factor = other["us"] / chosen["us"]
+    return (
+        f": {_name(other)}, the best other, would take {factor:.2f} times as long,"
+        f" {abs(more[term]):.1f} us {'less' if faster else 'more'} for {SPENT[term]}"
+    )
+
+
+def _by_tokens(table: dict[str, Any]) -> str:
+    """From which number of tokens on which candidate is cheapest."""
+    runs = table["by_tokens"]
+    if len(runs) == 1:
+        return f"{_name(runs[0])} is cheapest for any number of tokens from {runs[0]['first']} to {runs[0]['last']}"
+    return "cheapest by tokens of a dp rank: " + ", ".join(f"{r['first']}..{r['last']} {_name(r)}" for r in runs)

@@ -1,0 +1,59 @@
+"""The part of plan.json that says what every exchange would have cost, and from how many tokens another is cheaper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from moec.checked import Phase, Plan
+from moec.cost_exchange import CANDIDATES, Candidate, Comparison, Estimate
+from moec.cost_flow import CLASSES
+from moec.ir import Program
+
+
+class ExchangeTables:
+    """An observer of the passes: makes each phase's table after `choose-exchange`, from the program as it then is.
+
+    `found`: phase -> table. A program that exchanges nothing has none.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.phases = {"prefill": plan.prefill, "decode": plan.decode}
+        self.found: dict[str, dict[str, Any]] = {}
+
+    def __call__(self, step: Any, program: Program) -> None:
+        if step.name == "choose-exchange" and program.mesh.ep > 1 and program.experts:
+            phase = self.phases[program.phase]
+            open_to_all = replace(program, exchange="auto", combine="auto", capacity=phase.capacity, drop=phase.drop)
+            self.found[program.phase] = table(step.compare(open_to_all), phase, (program.exchange, program.combine))
+
+
+def table(comparison: Comparison, phase: Phase, chosen: Candidate) -> dict[str, Any]:
+    """Every candidate, the one chosen, and the cheapest at other numbers of tokens, as JSON."""
+    return {
+        "asked": {"exchange": phase.exchange, "combine": phase.combine},
+        "chosen": _name(chosen),
+        "cheapest": _name(comparison.cheapest(CANDIDATES)),
+        "candidates": [_candidate(comparison.estimate(candidate)) for candidate in CANDIDATES],
+        "by_tokens": [
+            {"first": first, "last": last, **_name(candidate)}
+            for first, last, candidate in comparison.ranges(CANDIDATES)
+        ],
+    }
+
+
+def _candidate(found: Estimate) -> dict[str, Any]:
+    return {
+        **_name((found.exchange, found.combine)),
+        "bytes": dict(zip(CLASSES, map(round, found.bytes), strict=True)),
+        "messages": dict(zip(CLASSES, map(round, found.messages), strict=True)),
+        "us": None if found.us is None else round(found.us, 3),
+        "terms": {term: round(us, 3) for term, us in found.terms.items()},
+        "unknown": list(found.unknown),
+        "note": found.note,
+        "is_eligible": found.is_eligible,
+    }
+
+
+def _name(candidate: Candidate) -> dict[str, str]:
+    return dict(zip(("exchange", "combine"), candidate, strict=True))
