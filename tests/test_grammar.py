@@ -234,7 +234,10 @@ def _mutants(text: str, count: int) -> list[str]:
 
 BUILT = """
 const nodes = 2 * 1
-cluster box { devices = 2  memory = 80 GB  intra = link(10 GB/s, latency = 2 us, concurrency = 2)  compute = peak(bf16 = 1 TFLOP/s) }
+cluster box {
+  devices = 2  memory = 80 GB  compute = peak(bf16 = 1 TFLOP/s)
+  intra = link(10 GB/s, latency = 2 us, concurrency = 2)
+}
 model m {
   hidden = 64  vocab = 100  norm = rms(eps = 1e-6)
   rotary = rope(theta = 1e4, scaling = yarn(factor = 4, original = 64))
@@ -246,7 +249,11 @@ model m {
   layers 1, 3 { l  moe(r, e, s) }
 }
 mesh x on box[nodes] { attention = dp(2) * tp(2)  experts = ep(2) * etp(2) }
-plan p { run m on x  context = 64  prefill { tokens = 16 }  decode { batch = 2  exchange = padded  capacity = 1.5 drop } }
+plan p {
+  run m on x  context = 64
+  prefill { tokens = 16 }
+  decode { batch = 2  exchange = padded  capacity = 1.5 drop }
+}
 """
 
 
