@@ -36,12 +36,12 @@ class Context(Protocol):
     def step(self) -> Step: ...
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Pending:
-    """A started exchange. Keeps `sent` alive until it has left."""
+    """A started exchange. Keeps `sent` alive until it has left, and no longer: it is large."""
 
     rows: Tensor
-    sent: Tensor
+    sent: Tensor | None
     work: dist.Work
     group: Group
     op: str
@@ -77,6 +77,7 @@ def finish(pending: Pending) -> Tensor:
         pending.work.wait()
     except RuntimeError as error:
         raise _peer_lost(error) from error
+    pending.sent = None
     return pending.rows
 
 

@@ -1,9 +1,9 @@
 """What brings rows to their experts and back, on torch: everything of an exchange but the collectives.
 
 A message is one row for one destination: the row's bytes padded to 8, its k expert ids (i32, -1 where another
-destination serves it) and its k weights (fp32). A pair is one of a row's k choices: pair r * k + j is choice j of row r.
-Sums are in fp32, pair after pair in the order of the choices and message after message, so that no result depends on
-how threads are scheduled; fp16 saturates. Large rows are copied once each way and never padded in between.
+destination serves it) and its k weights (fp32). A pair is one of a row's k choices: pair r * k + j is choice j of row
+r. Sums are in fp32, choice after choice and destination after destination, so that no result depends on how threads
+are scheduled; fp16 saturates. Hidden states are copied once by each operation that moves them, straight to their place.
 
 Shapes: N rows, P messages that leave, R rows that arrived, X pairs served here, K pairs of this rank's rows, n ranks of
 the group, D hidden, W bytes of a message, k choices, E experts, M experts held here.
@@ -23,6 +23,7 @@ from moec.ops_exchange import message_bytes
 from moec.runtime.context import DTYPES, Context
 from moec.runtime.kernels_torch_moe import BUG
 
+#: Name of each dtype in a Program.
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -58,8 +59,8 @@ def fan_out(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A message per row and destination, in order of destination and row: bytes [P, W], counts i64 [n], origin i64 [P].
 
-    With `bound` there are `bound` messages per destination; those with origin -1 hold no row. `counts` are then the rows
-    that wanted to go there. `drop`: rows beyond the bound are left out, from the last one on, and counted in the context.
+    With `bound` there are as many messages for each destination; those with origin -1 are empty, and counts are of the
+    rows that should go there. `drop`: the first rows up to the bound go, the others are counted in the context.
 
     Raises:
         MoecError: E0507, an id that is no expert; E0511, more rows for a rank than there is room.
@@ -141,8 +142,8 @@ def open_rows(ctx: Context, message_PW: Tensor, *, hidden: int, top: int, dtype:
 def group_rows(ctx: Context, rows_RD: Tensor, ids_Rk: Tensor, *, table: str) -> tuple[Tensor, Tensor, Tensor]:
     """Pairs of this rank's experts, expert by expert in order of arrival: rows [X, D], offsets i32 [M], pairs i64 [X].
 
-    offsets: end of each expert's rows. Ids of other ranks' experts and -1 are passed over; an id that a row has twice is
-    two pairs. Raises E0507 for an id that is no expert.
+    offsets: end of each expert's rows. Ids of other ranks' experts and -1 are passed over; an id that a row names twice
+    makes two pairs. Raises E0507 for an id that is no expert.
     """
     num_held = len(ctx.held(table))
     slots_P = _look_up(ctx, ids_Rk, table, ("slot here",), _slots_here).flatten()
@@ -165,7 +166,7 @@ def reduce_rows(ctx: Context, rows_XD: Tensor, pairs_X: Tensor, weights_Rk: Tens
     where_P[pairs_X] = torch.arange(pairs_X.shape[0], device=pairs_X.device)
     is_served = where_P >= 0
     ends_R = is_served.view(num_rows, top).sum(1).cumsum(0)
-    return _sum_runs(rows_XD, where_P[is_served], ends_R, weights_Rk.flatten()[is_served])
+    return _sums(rows_XD, where_P[is_served], ends_R, weights_Rk.flatten()[is_served])
 
 
 def return_rows(ctx: Context, rows_XD: Tensor, pairs_X: Tensor) -> Tensor:
@@ -198,7 +199,7 @@ def fan_in(ctx: Context, rows_PD: Tensor, origin_P: Tensor, ids_Nk: Tensor, *, t
     (held_P,) = (origin_P >= 0).nonzero(as_tuple=True)
     origin, order = origin_P[held_P].sort(stable=True)
     ends_N = torch.bincount(origin, minlength=ids_Nk.shape[0]).cumsum(0)
-    return _sum_runs(rows_PD, held_P[order], ends_N, None)
+    return _sums(rows_PD, held_P[order], ends_N)
 
 
 def pair_order(ctx: Context, ids_Nk: Tensor, *, table: str, group: str) -> tuple[Tensor, Tensor]:
@@ -217,27 +218,30 @@ def combine(ctx: Context, rows_KD: Tensor, order_K: Tensor, weights_Nk: Tensor, 
     Raises E0508 where rows are missing.
     """
     if not rows_KD.shape[0] == order_K.shape[0] == weights_Nk.numel():
-        raise _lost_rows(ctx, f"`{table}` gave {rows_KD.shape[0]} rows for {weights_Nk.numel()} pairs")
+        raise _lost_rows(ctx, f"`{table}` gave {rows_KD.shape[0]} rows for {weights_Nk.numel()} pairs of tokens and experts")
     return reduce_rows(ctx, rows_KD, order_K, weights_Nk, table=table)
 
 
 # --- inside -------------------------------------------------------------------------------------------------------
 
 
-def _sum_runs(rows_XD: Tensor, order_Y: Tensor, ends_R: Tensor, weights_Y: Tensor | None) -> Tensor:
-    """Row r is the sum of rows[order[y]] * weights[y] for y from ends[r-1] up to ends[r], in this order: [R, D].
+def _sums(rows_XD: Tensor, order_Y: Tensor, ends_R: Tensor, weights_Y: Tensor | None = None) -> Tensor:
+    """Row r is the sum of rows[order[y]] * weights[y] for y from ends[r-1] up to ends[r]: [R, D].
 
-    In fp32, cast to the rows' dtype; fp16 saturates at its largest number. An embedding bag reads each row once, adds
-    in the order given, and needs no atomics.
+    An embedding bag reads each row once, adds in fp32 in the order given, and needs no atomics. What exceeds fp16's
+    largest number becomes that number.
     """
+    dtype = rows_XD.dtype
+    if weights_Y is not None:
+        rows_XD = rows_XD.float()  # a bag takes weights in the dtype of its rows, and these must not be rounded
     starts = F.pad(ends_R, (1, 0))
-    total_RD = F.embedding_bag(
-        order_Y, rows_XD.float(), starts, mode="sum", per_sample_weights=weights_Y, include_last_offset=True
+    sums_RD = F.embedding_bag(
+        order_Y, rows_XD, starts, mode="sum", per_sample_weights=weights_Y, include_last_offset=True
     )
-    if rows_XD.dtype is torch.float16:
+    if dtype is torch.float16:
         largest = torch.finfo(torch.float16).max
-        total_RD.clamp_(-largest, largest)
-    return total_RD.to(rows_XD.dtype)
+        sums_RD.clamp_(-largest, largest)
+    return sums_RD.to(dtype)
 
 
 def _look_up(

@@ -23,6 +23,7 @@ from moec.runtime.launch_status import Status
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 JOIN_VARIABLE = "MOEC_JOIN_TIMEOUT"
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def start_rank(
     """
     status.enter("init")
     local_rank, local_world = local
+    keep_freed_memory()
     torch.set_num_threads(threads or max(1, num_cores() // local_world))
     device = choose_device(kind, local_rank, local_world, torch.cuda.device_count() if kind == "cuda" else 0)
     if device.type == "cuda":
@@ -84,6 +86,18 @@ def start_rank(
 def num_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def keep_freed_memory() -> None:
+    """Have glibc's malloc reuse the memory of large tensors.
+
+    By default it gives each block above 32 MiB back to the system and takes a fresh one next time, whose pages the
+    kernel then clears one by one: for a tensor that is written once, several times the cost of writing it.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def die_with(parent: int) -> None:
