@@ -20,8 +20,9 @@ from torch import fx
 from moec.diagnostics import CompileError, Diagnostic
 from moec.ir import Body, Program, is_op, loc_of, op_of, operands, output_of, results_of
 from moec.ir_proof_comm import COLLECTIVES, Comm, wait
-from moec.ir_proof_local import LOCAL, Here, Log, opaque
+from moec.ir_proof_local import LOCAL, opaque
 from moec.ir_proof_order import events, prove_order
+from moec.ir_proof_rank import Here, Log
 from moec.ir_proof_rows import Column, Fault, Row, Term, Token, Value, require, terms_of
 from moec.ir_proof_tables import Table, Tables
 
@@ -106,9 +107,9 @@ class Execution:
 
     def _operation(self, node: fx.Node) -> tuple[Value, ...]:
         name = op_of(node).name
-        for arg in operands(node):
-            require(arg in self.values, f"it reads {arg}, which is not there yet")
-        args = [self.values[arg] for arg in operands(node)]
+        for operand in operands(node):
+            require(operand in self.values, f"it reads {operand}, which is not there yet")
+        args = [self.values[operand] for operand in operands(node)]
         for arg in args:
             require(not arg.pending or name == "all_to_all.wait", "it reads what is still on its way")
         if name == "all_to_all.wait":
@@ -123,7 +124,10 @@ class Execution:
         require(name != "moe", "moe is not lowered yet")
         if name not in LOCAL:
             rows = [arg for arg in args if arg.kind != "param"]
-            require(bool(rows) and all(arg.kind == "rows" for arg in rows), f"{name} reads {', '.join(arg.kind for arg in rows)}")
+            require(
+                bool(rows) and all(arg.kind == "rows" for arg in rows),
+                f"{name} reads {', '.join(arg.kind for arg in rows)}",
+            )
             given = [opaque(*(arg.columns[rank] for arg in rows)) for rank in self.ranks]
             return (Value("rows", given),) * num_results
         takes, gives = LOCAL[name].takes, LOCAL[name].gives

@@ -61,13 +61,14 @@ def _all_to_all(comm: Comm, rows: Value, *counts: Value) -> Value:
 
 
 def _equal_pieces(comm: Comm, rows: list[Column]) -> list[Column]:
+    shares: dict[int, Column] = {}
     for ranks in comm.lists:
-        sizes = {rank: len(rows[rank]) for rank in ranks}
-        require(len(set(sizes.values())) == 1, f"ranks {ranks} of {comm.group} have {tuple(sizes.values())} padded rows")
-        require(sizes[ranks[0]] % len(ranks) == 0, f"{sizes[ranks[0]]} padded rows do not divide by {len(ranks)} ranks")
-    sizes = {rank: [len(rows[rank]) // len(ranks)] * len(ranks) for ranks in comm.lists for rank in ranks}
-    shares = [sizes[rank] for rank in range(comm.mesh.size)]
-    return _pieces(comm, rows, shares, shares)
+        sizes = tuple(len(rows[rank]) for rank in ranks)
+        require(len(set(sizes)) == 1, f"ranks {ranks} of {comm.group} have {sizes} padded rows")
+        require(sizes[0] % len(ranks) == 0, f"{sizes[0]} padded rows do not divide by {len(ranks)} ranks")
+        shares |= {rank: [sizes[0] // len(ranks)] * len(ranks) for rank in ranks}
+    equal = [shares[rank] for rank in range(comm.mesh.size)]
+    return _pieces(comm, rows, equal, equal)
 
 
 def _pieces(comm: Comm, rows: list[Column], sends: list[Column], expects: list[Column]) -> list[Column]:
@@ -100,7 +101,9 @@ def _sum(comm: Comm, value: Value) -> list[Column]:
     def give(ranks: tuple[int, ...], index: int) -> Column:
         parts = [value.columns[rank] for rank in ranks]
         same_tokens(f"rows that ranks {ranks} sum", *parts)
-        return [Row(rows[0].token, tuple(t for row in rows for t in terms_of(row))) for rows in zip(*parts, strict=True)]
+        return [
+            Row(rows[0].token, tuple(t for row in rows for t in terms_of(row))) for rows in zip(*parts, strict=True)
+        ]
 
     return comm.each(give)
 

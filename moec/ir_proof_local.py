@@ -7,45 +7,24 @@ its results and refuses what would lose, double or mix up a row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from moec.ir import Param, Placed, Program, Shard
-from moec.ir_proof_rows import Column, Ids, Message, Row, Term, Token, Weights, Work, require, same_length, same_tokens, terms_of
-from moec.ir_proof_tables import Table
-
-
-@dataclass
-class Log:
-    """What happened to each (token, choice): the ranks that computed it; whether a full buffer left it out."""
-
-    served: dict[tuple[Token, int], list[int]] = field(default_factory=dict)
-    dropped: set[tuple[Token, int]] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class Here:
-    """One rank, the routing table it works on, and the log that all ranks write."""
-
-    program: Program
-    rank: int
-    table: Table
-    log: Log
-
-    @property
-    def ep_index(self) -> int:
-        return self.program.mesh.coordinate(self.rank, "ep")
-
-    def destination(self, table: str, group: str, expert: int) -> int:
-        """Index in `group` of the rank that a row for `expert` goes to next."""
-        owner = self.program.placements[table].rank_of[expert]
-        node, local = self.program.mesh.ep_position(owner)
-        return {"experts.ep": owner, "links.node": node, "links.local": local}[group]
-
-    def room(self, bound: int) -> int:
-        """`bound` in the same proportion to this table's tokens as it is to those of a full step."""
-        return max(1, -(-bound * max(self.table.sizes) // self.program.tokens))
-
+from moec.ir import Param, Placed, Shard
+from moec.ir_proof_rank import Here
+from moec.ir_proof_rows import (
+    Column,
+    Ids,
+    Message,
+    Row,
+    Term,
+    Token,
+    Weights,
+    Work,
+    require,
+    same_length,
+    same_tokens,
+    terms_of,
+)
 
 # --- out ---------------------------------------------------------------------------------------------------------
 

@@ -77,7 +77,9 @@ def _same_order(name: str, ranks: tuple[int, ...], issued: list[list[Event]]) ->
             raise _fault(words, longer[min(len(theirs), len(issued[0]))].node)
         for number, (first, other) in enumerate(zip(issued[0], theirs, strict=True)):
             if first.key != other.key:
-                words = f"collective {number} on {name} is {_name(first)} on rank {ranks[0]}, {_name(other)} on rank {rank}"
+                words = (
+                    f"collective {number} on {name} is {_name(first)} on rank {ranks[0]}, {_name(other)} on rank {rank}"
+                )
                 raise _fault(words, other.node)
 
 
@@ -89,7 +91,7 @@ Point = tuple[int | str, ...]
 
 
 def _happens_before(program: Program, traces: Sequence[Sequence[Event]]) -> nx.DiGraph[Point]:
-    """Points (rank, index, issued | done) and one (group, first rank, key) per collective: all take part, then all done."""
+    """Points (rank, index, issued or done), and one per collective between the two: all its ranks take part."""
     graph: nx.DiGraph[Point] = nx.DiGraph()
     for rank, trace in enumerate(traces):
         last: dict[str, Point] = {}  # by stream: what must be done first; "host": what holds the rank

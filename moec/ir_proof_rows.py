@@ -14,17 +14,17 @@ from torch import fx
 
 
 class Token(NamedTuple):
-    """Row `index` of the batch that `rank` (the first one of its tp group) starts with."""
+    """Row `row` of the batch that `rank` (the first one of its tp group) starts with."""
 
     rank: int
-    index: int
+    row: int
 
     def __str__(self) -> str:
-        return f"token {self.index} of rank {self.rank}"
+        return f"token {self.row} of rank {self.rank}"
 
 
 class Term(NamedTuple):
-    """What `expert` gave for `token` on `rank`: piece `part` of etp (None: whole), times the weights (token, choice)."""
+    """What `expert` gave for `token` on `rank`, times the weights (token, choice); `part`: which piece of etp."""
 
     token: Token
     choice: int

@@ -69,7 +69,7 @@ class Tables:
         return self._near((node + 1) % nodes * local + local - 1)
 
     def _repeated(self, token: Token) -> tuple[int, ...]:
-        return ((token.rank + token.index) % self.placement.num_experts,) * self.top
+        return ((token.rank + token.row) % self.placement.num_experts,) * self.top
 
     def _enough(self) -> tuple[int, ...]:
         """Just so many tokens that every expert is chosen."""
@@ -77,5 +77,5 @@ class Tables:
         return tuple(tokens // self.mesh.dp + (i < tokens % self.mesh.dp) for i in range(self.mesh.dp))
 
     def _in_turn(self, token: Token) -> tuple[int, ...]:
-        before = sum(self._enough()[: token.rank // self.mesh.tp]) + token.index
+        before = sum(self._enough()[: token.rank // self.mesh.tp]) + token.row
         return tuple((before * self.top + i) % self.placement.num_experts for i in range(self.top))
