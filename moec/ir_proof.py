@@ -131,8 +131,9 @@ class Execution:
             given = [opaque(*(arg.columns[rank] for arg in rows)) for rank in self.ranks]
             return (Value("rows", given),) * num_results
         takes, gives = LOCAL[name].takes, LOCAL[name].gives
+        gives = tuple(args[0].kind if kind == "same" else kind for kind in gives)
         for wanted, arg in zip(takes, args, strict=False):
-            require(arg.kind == wanted, f"{name} reads {arg.kind} as {wanted}")
+            require(wanted in (arg.kind, "any"), f"{name} reads {arg.kind} as {wanted}")
         columns = [LOCAL[name].run(self.here(rank), *(a.columns[rank] for a in args), **attrs) for rank in self.ranks]
         return tuple(Value(kind, list(column)) for kind, column in zip(gives, zip(*columns, strict=True), strict=True))
 
@@ -150,14 +151,26 @@ def check_served(run: Execution) -> None:
             counts = Counter(member[rank] for rank in ranks)
             wanted = 0 if (token, choice) in run.log.dropped else 1
             if any(counts[part] != wanted for part in range(mesh.etp)):
-                raise Fault(f"{token}, choice {choice} (expert {expert}): computed {_times(ranks)}")
+                fault = Fault(f"{token}, choice {choice} (expert {expert}): computed {_times(ranks)}")
+                fault.node = next((n for n in run.values if n.op == "call_function" and _groups(n)), None)
+                raise fault
+
+
+def _groups(node: fx.Node) -> bool:
+    return any(is_op(maker) and op_of(maker).name == "group_rows" for maker in node.all_input_nodes)
 
 
 def _times(ranks: list[int]) -> str:
     if not ranks:
         return "never"
     times = {1: "once", 2: "twice"}.get(len(ranks), f"{len(ranks)} times")
-    return f"{times}, by rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"
+    return f"{times}, by {_ranks(ranks)}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    """`rank 1`, `ranks 0 and 2`: each once."""
+    named = sorted(set(ranks))
+    return f"rank{'s' if len(named) > 1 else ''} {' and '.join(map(str, named))}"
 
 
 def check_returned(run: Execution, value: Value) -> None:
@@ -192,11 +205,9 @@ def _check_row(run: Execution, rank: int, row: Row) -> None:
 
 
 def _returns(terms: list[Term], etp: int) -> str:
-    sources = [term.rank for term in terms]
     if not terms:
         return "its share never comes home"
+    sources = _ranks([term.rank for term in terms])
     if len({term.part for term in terms}) == len(terms):
-        return f"only pieces of ranks {' and '.join(map(str, sources))} of {etp} are summed"
-    return f"its share comes home {len(terms)} times, from rank{'s' if len(terms) > 1 else ''} " + " and ".join(
-        map(str, sources)
-    )
+        return f"only {len(terms)} of {etp} pieces of its share are summed, from {sources}"
+    return f"its share comes home {len(terms)} times, from {sources}"

@@ -22,8 +22,9 @@ class Comm:
 
     @property
     def lists(self) -> RankLists:
+        """Of one pipeline stage: the others do the same."""
         require(self.group in self.mesh.groups(), f"this mesh has no group {self.group}")
-        return self.mesh.groups()[self.group]
+        return tuple(ranks for ranks in self.mesh.groups()[self.group] if ranks[-1] < self.mesh.size)
 
     def each(self, give: Callable[[tuple[int, ...], int], Column]) -> list[Column]:
         """For each rank, `give(ranks of its group, its index there)`."""

@@ -25,6 +25,7 @@ from moec.ir_proof_rows import (
     same_tokens,
     terms_of,
 )
+from moec.placement import balanced
 
 # --- out ---------------------------------------------------------------------------------------------------------
 
@@ -193,6 +194,15 @@ def add(here: Here, a: Column, b: Column) -> tuple[Column]:
     return ([Row(x.token, (*terms_of(x), *terms_of(y))) for x, y in zip(a, b, strict=True)],)
 
 
+def chunk_rows(here: Here, rows: Column, parts: int, index: int) -> tuple[Column]:
+    sizes = balanced(len(rows), parts)
+    return (rows[sum(sizes[:index]) : sum(sizes[: index + 1])],)
+
+
+def join_rows(here: Here, *parts: Column) -> tuple[Column]:
+    return ([row for part in parts for row in part],)
+
+
 def opaque(*columns: Column) -> Column:
     """An operation on rows that are no sums of experts: a row per row."""
     same_tokens("rows", *columns)
@@ -200,7 +210,7 @@ def opaque(*columns: Column) -> Column:
 
 
 class Symbolic(NamedTuple):
-    """An operation on symbols: kinds of its operands and results."""
+    """An operation on symbols: kinds of its operands and results; any: whatever it is, same: what it was."""
 
     run: Callable[..., tuple[Column, ...]]
     takes: tuple[str, ...]
@@ -221,5 +231,7 @@ LOCAL: dict[str, Symbolic] = {
     "count_pairs": Symbolic(count_pairs, ("ids", "numbers"), ("numbers",)),
     "fan_in": Symbolic(fan_in, ("rows", "numbers", "ids"), ("rows",)),
     "pair_order": Symbolic(pair_order, ("ids",), ("numbers", "numbers")),
+    "chunk_rows": Symbolic(chunk_rows, ("any",), ("same",)),
+    "join_rows": Symbolic(join_rows, ("rows",) * 8, ("rows",)),
     "add": Symbolic(add, ("rows", "rows"), ("rows",)),
 }
