@@ -110,7 +110,9 @@ class Comparison:
         times = [found.us for found in eligible if found.us is not None]
         if not times or len(times) < len(eligible):
             return among[0]
-        return next((f.exchange, f.combine) for f, us in zip(eligible, times, strict=True) if us <= min(times) * (1 + TIE))
+        return next(
+            (f.exchange, f.combine) for f, us in zip(eligible, times, strict=True) if us <= min(times) * (1 + TIE)
+        )
 
     def ranges(self, among: Sequence[Candidate]) -> list[tuple[int, int, Candidate]]:
         """(first, last, cheapest) of the runs of token counts from 1 to 65,536 with the same cheapest candidate.

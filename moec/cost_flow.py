@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 
@@ -47,20 +47,20 @@ class Route:
     routing: Routing
 
 
-@cache
+@lru_cache(maxsize=512)
 def hop(route: Route, group: str, start: str) -> Flow:
     """A hop over `group` from `start`; the way back moves the same rows in the other direction."""
     return _widest([_flow(nodes, _wanted(route, group, start, ranks)) for nodes, ranks in _groups(route, group)])
 
 
-@cache
+@lru_cache(maxsize=512)
 def pairs(route: Route) -> Flow:
     """One row per token and expert, straight between a token's rank and its experts' (`combine = ordered`)."""
     flows = [_flow(nodes, _per_rank(route, "pairs")) for nodes, _ in _groups(route, "experts.ep")]
     return _widest(flows)
 
 
-@cache
+@lru_cache(maxsize=512)
 def whole(mesh: Mesh, cluster: Cluster, group: str) -> Flow:
     """One row from every rank to each rank of its group: a gather, or the first half of a sum."""
     lists = mesh.groups()[group]
@@ -68,7 +68,7 @@ def whole(mesh: Mesh, cluster: Cluster, group: str) -> Flow:
     return _widest([_flow(nodes, np.ones(len(nodes))) for nodes in patterns])
 
 
-@cache
+@lru_cache(maxsize=512)
 def served_pairs(route: Route) -> float:
     """(Token, expert) pairs of the busiest rank of an ep group, per row that each of its ranks starts with."""
     return float(_per_rank(route, "pairs").max()) * route.mesh.ep
@@ -118,14 +118,14 @@ def _wanted(route: Route, group: str, start: str, ranks: tuple[int, ...]) -> Flo
     return route.routing.touched(parts, mesh.nodes if group == "links.node" else mesh.local)
 
 
-@cache
+@lru_cache(maxsize=512)
 def _per_rank(route: Route, what: str) -> Floats:
     """Of each rank of an ep group: probability that a token has an expert there, or its expected number of them."""
     count = route.routing.touched if what == "touched" else route.routing.pairs
     return count(_owners(route), route.mesh.ep)
 
 
-@cache
+@lru_cache(maxsize=512)
 def _owners(route: Route) -> Parts:
     """Rank in the ep group of each expert."""
     owner = {expert: rank for rank, held in enumerate(route.placement.slots) for expert in held}

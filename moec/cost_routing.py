@@ -52,7 +52,7 @@ class RandomRouting:
     def touched(self, part_of: Parts, num_parts: int) -> Floats:
         """1 - C(E - m, k) / C(E, k) for a part of m experts, averaged over the groups that may be kept."""
         in_group = self._profiles(part_of, num_parts)
-        return np.array([1.0 - _untouched(profile, self) for profile in in_group])
+        return np.array([_touched(profile, self) for profile in in_group])
 
     def pairs(self, part_of: Parts, num_parts: int) -> Floats:
         sizes = np.bincount(part_of, minlength=num_parts).astype(float)
@@ -71,13 +71,13 @@ class RandomRouting:
 
 
 @cache
-def _untouched(profile: tuple[int, ...], routing: RandomRouting) -> float:
-    """Probability that no expert is chosen of a part that has profile[g] experts in group g."""
+def _touched(profile: tuple[int, ...], routing: RandomRouting) -> float:
+    """Probability that an expert is chosen of a part that has profile[g] experts in group g."""
     keep = routing.keep if len(profile) > 1 else 1
     eligible = routing.num_experts * keep // len(profile)
     ways = math.comb(len(profile), keep) * math.comb(eligible, routing.top)
     found = _kept_experts(profile, keep)
-    return float(Fraction(sum(n * math.comb(eligible - m, routing.top) for m, n in found.items()), ways))
+    return float(1 - Fraction(sum(n * math.comb(eligible - m, routing.top) for m, n in found.items()), ways))
 
 
 def _kept_experts(profile: tuple[int, ...], keep: int) -> dict[int, int]:

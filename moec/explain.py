@@ -87,8 +87,12 @@ def _run(phase: dict[str, Any], run: dict[str, Any]) -> Iterator[str]:
 def _traffic(item: dict[str, Any]) -> str:
     """Bytes that leave or reach the busiest rank."""
     where = {"inter": "between nodes", "intra": "inside nodes"}
-    sizes = [f"{item['bytes'][name] / 2**20:.3f} MiB {text}" for name, text in where.items() if item["bytes"][name]]
+    sizes = [f"{_size(item['bytes'][name])} {text}" for name, text in where.items() if item["bytes"][name]]
     return f"{item['op']:<20} over {item['group']} ({item['num_ranks']} ranks): {', '.join(sizes)}, {_time(item['us'])}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.3f} MiB" if num_bytes >= 10 * 2**10 else f"{num_bytes} bytes"
 
 
 def _time(us: float | None) -> str:

@@ -42,7 +42,9 @@ def _row(found: dict[str, Any], chosen: dict[str, str]) -> str:
 
 def _name(candidate: dict[str, Any]) -> str:
     """`two_hop`, `flat ordered`: how rows come back is said only where that is a choice."""
-    return f"{candidate['exchange']} {candidate['combine']}" if candidate["exchange"] == "flat" else candidate["exchange"]
+    return (
+        f"{candidate['exchange']} {candidate['combine']}" if candidate["exchange"] == "flat" else candidate["exchange"]
+    )
 
 
 def _reason(table: dict[str, Any]) -> Iterator[str]:

@@ -26,9 +26,14 @@ class PlanMemory(Pass):
     name: ClassVar[str] = "plan-memory"
 
     def run(self, program: Program) -> None:
-        program.memory = tuple(
-            Memory(_weights(program, rank), _kv(program), _buffers(program, rank)) for rank in range(program.mesh.size)
-        )
+        planned: list[Memory] = []
+        alike: dict[tuple[int, ...], Memory] = {}  # ranks that hold as many experts hold as much
+        for rank in range(program.mesh.size):
+            held = tuple(_held(program, rank, table) for table in program.placements)
+            if held not in alike:
+                alike[held] = Memory(_weights(program, rank), _kv(program), _buffers(program, rank))
+            planned.append(alike[held])
+        program.memory = tuple(planned)
         limit = program.cluster.device.memory_bytes
         worst = max(range(program.mesh.size), key=lambda rank: program.memory[rank].total)
         if limit is not None and program.memory[worst].total > limit:
