@@ -22,13 +22,14 @@ def context(
     placement: Placement | None = None,
     rank: int = 0,
     layer: int = 3,
+    nodes: int = 1,
 ) -> Context:
-    """The context of layer 3; the placement table is named `routed`, and its ranks are an ep group."""
+    """The context of layer 3; the placement table is named `routed`, and its ranks are an ep group over `nodes`."""
     placement = placement or linear(8, 1)
     ep = len(placement.slots)
     return Context(
         step=make_step(pieces),
-        mesh=Mesh(dp=ep, ep=ep),
+        mesh=Mesh(dp=ep, ep=ep, nodes=nodes),
         rank=rank,
         placements={"routed": placement},
         groups={},

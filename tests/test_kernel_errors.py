@@ -1,4 +1,4 @@
-"""The pages of E0505 to E0510 show the errors as they are printed."""
+"""The pages of E0505 to E0511 show the errors as they are printed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from moec.checked import Swiglu
 from moec.codegen.phase import render_phase
 from moec.diagnostics import MoecError
 from moec.ir import Run
+from moec.placement import linear
+from moec.runtime import kernels_torch_exchange as x
 from moec.runtime import kernels_torch_moe as k
 from moec.runtime.executor import collect_weights
 from moec.runtime.kernels import kernels_for
@@ -37,11 +39,17 @@ def scores_that_are_not_numbers() -> None:
 
 
 def expert_that_does_not_exist() -> None:
-    k.dispatch(context(), torch.zeros(1, 4), torch.tensor([[2, 8]]), table="routed")
+    x.group_rows(context(), torch.zeros(1, 4), torch.tensor([[2, 8]]), table="routed")
 
 
 def lost_rows() -> None:
-    k.combine(context(), torch.zeros(5, 4), torch.arange(5), torch.ones(3, 2), table="routed")
+    x.combine(context(), torch.zeros(5, 4), torch.arange(5), torch.ones(3, 2), table="routed")
+
+
+def more_rows_than_room() -> None:
+    ctx, ids = context(placement=linear(4, 4)), torch.ones(5, 1, dtype=torch.int64)
+    settings = {"table": "routed", "group": "experts.ep", "bound": 2, "drop": False}
+    x.fan_out(ctx, torch.zeros(5, 4), ids, torch.ones(5, 1), **settings)
 
 
 def kernel_that_is_not_there() -> None:
@@ -65,6 +73,7 @@ def weight_of_another_shape() -> None:
         ("E0508", lost_rows),
         ("E0509", kernel_that_is_not_there),
         ("E0510", weight_of_another_shape),
+        ("E0511", more_rows_than_room),
     ],
 )
 def test_pages_show_the_error_as_printed(code: str, cause: Callable[[], None]) -> None:

@@ -68,7 +68,7 @@ class Context:
         return self.step.select
 
     def count_dropped(self, rows: Tensor) -> None:
-        """Add to the rows (i64 scalar) that this layer has left out of padded exchanges since the program was loaded."""
+        """Add `rows` (i64 scalar) to those this layer has left out of padded exchanges since the program was loaded."""
         counted: dict[int | None, Tensor] = self.memo.setdefault(DROPPED, {})
         counted[self.layer] = counted[self.layer] + rows if self.layer in counted else rows
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moec.diagnostics import MoecError, fail
 from moec.ops_exchange import message_bytes
+from moec.placement import balanced
 from moec.runtime.context import DTYPES, Context
 from moec.runtime.kernels_torch_moe import BUG
 
@@ -217,9 +218,25 @@ def combine(ctx: Context, rows_KD: Tensor, order_K: Tensor, weights_Nk: Tensor, 
 
     Raises E0508 where rows are missing.
     """
-    if not rows_KD.shape[0] == order_K.shape[0] == weights_Nk.numel():
-        raise _lost_rows(ctx, f"`{table}` gave {rows_KD.shape[0]} rows for {weights_Nk.numel()} pairs of tokens and experts")
+    num_pairs = weights_Nk.numel()
+    if not rows_KD.shape[0] == order_K.shape[0] == num_pairs:
+        raise _lost_rows(ctx, f"`{table}` gave {rows_KD.shape[0]} rows for {num_pairs} pairs of tokens and experts")
     return reduce_rows(ctx, rows_KD, order_K, weights_Nk, table=table)
+
+
+# --- chunks of tokens ---------------------------------------------------------------------------------------------
+
+
+def chunk_rows(ctx: Context, x: Tensor, *, parts: int, index: int) -> Tensor:
+    """Piece `index` of `parts` balanced pieces of the rows, the first ones one longer."""
+    sizes = balanced(x.shape[0], parts)
+    first = sum(sizes[:index])
+    return x[first : first + sizes[index]]
+
+
+def join_rows(ctx: Context, *parts: Tensor) -> Tensor:
+    """The chunks of the rows, one behind the other."""
+    return torch.cat(parts)
 
 
 # --- inside -------------------------------------------------------------------------------------------------------
