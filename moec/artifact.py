@@ -18,25 +18,36 @@ from moec.ir_verifier import verify
 
 @dataclass(frozen=True)
 class Artifact:
-    """`document` is plan.json; `sources` are texts for reading (rendered modules and kernels) by file name."""
+    """`stages`: the prefill and the decode Program of each pipeline stage; one stage where there is no pipeline.
 
-    prefill: Program
-    decode: Program
+    `document` is plan.json; `sources` are texts for reading (rendered modules and kernels) by file name.
+    """
+
+    stages: tuple[tuple[Program, Program], ...]
     document: Mapping[str, Any]
     sources: Mapping[str, str]
 
     @property
+    def prefill(self) -> Program:
+        """Of the first stage; mesh and limits are the same in all."""
+        return self.stages[0][0]
+
+    @property
+    def decode(self) -> Program:
+        return self.stages[0][1]
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        return tuple(program for stage in self.stages for program in stage)
+
+    @property
     def num_ranks(self) -> int:
-        return self.prefill.mesh.size
+        return self.prefill.mesh.world
 
     def files(self) -> dict[str, str]:
         """Every file of the artifact but its manifest: name -> text."""
-        return {
-            "prefill.ir": print_program(self.prefill),
-            "decode.ir": print_program(self.decode),
-            "plan.json": canonical_json(self.document),
-            **self.sources,
-        }
+        texts = {f"{name_of(program)}.ir": print_program(program) for program in self.programs}
+        return {**texts, "plan.json": canonical_json(self.document), **self.sources}
 
     def save(self, folder: Path) -> None:
         """Write the artifact as `folder`, whole or not at all. Raises E0770, E0681."""
@@ -50,13 +61,28 @@ def load(folder: Path) -> Artifact:
     """
     files = read_artifact(folder)
     try:
-        programs = [parse(files[f"{phase}.ir"]) for phase in ("prefill", "decode")]
-        for program in programs:
-            verify(program)
         document = json.loads(files["plan.json"])
-    except (KeyError, ValueError, MoecError) as error:
+        stages = tuple(_stage(files, index, document["mesh"]["pp"]) for index in range(document["mesh"]["pp"]))
+    except (KeyError, TypeError, ValueError, MoecError) as error:
         reason = error.diagnostics[0].message if isinstance(error, CompileError | MoecError) else str(error)
         message = f"the artifact `{folder}` cannot be used: {reason}"
         raise fail("E0771", message, "compile the `.moe` file again") from None
     sources = {name: text for name, text in files.items() if not name.endswith((".ir", ".json"))}
-    return Artifact(programs[0], programs[1], document, sources)
+    return Artifact(stages, document, sources)
+
+
+def name_of(program: Program) -> str:
+    """File name of a Program without its ending: `decode`, or `decode_1` of the second of several stages."""
+    return program.phase if program.mesh.pp == 1 else f"{program.phase}_{program.stage}"
+
+
+def _stage(files: Mapping[str, str], index: int, num_stages: int) -> tuple[Program, Program]:
+    """Both programs of a stage, verified. Raises KeyError for one that is not there."""
+    prefill, decode = (
+        parse(files[f"{phase}.ir" if num_stages == 1 else f"{phase}_{index}.ir"]) for phase in ("prefill", "decode")
+    )
+    for program in (prefill, decode):
+        verify(program)
+        if (program.stage, program.mesh.pp) != (index, num_stages):
+            raise ValueError(f"{program.phase} of stage {index} is of stage {program.stage} of {program.mesh.pp}")
+    return prefill, decode

@@ -131,7 +131,7 @@ class Model:
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """Parallel degrees: dp * tp == edp * ep * etp == devices of the cluster. `placement`: linear | round_robin."""
+    """Parallel degrees: dp * tp == edp * ep * etp, and times pp the devices. `placement`: linear | round_robin."""
 
     name: str
     cluster: Cluster
@@ -142,6 +142,7 @@ class MeshSpec:
     etp: int
     placement: str
     span: Span
+    pp: int = 1
 
     @property
     def nodes(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from moec.artifact import Artifact
+from moec.artifact import Artifact, name_of
 from moec.checked import Plan
 from moec.checkpoint import has_weights, open_checkpoint
 from moec.codegen.phase import render_phase
@@ -31,6 +31,7 @@ from moec.passes.plan_memory import PlanMemory
 from moec.passes.runner import Observer, run_passes
 from moec.passes.shard_attention import ShardAttention
 from moec.passes.shard_experts import ShardExperts
+from moec.passes.split_stages import SplitStages
 from moec.passes.split_tokens import SplitTokens
 from moec.plan_document import plan_document
 from moec.plan_exchange import ExchangeTables
@@ -40,9 +41,10 @@ from moec.weights_path import find_weights
 PHASES = ("prefill", "decode")
 
 
-def pipeline(kernels: str = "torch") -> tuple[Pass, ...]:
+def pipeline(kernels: str = "torch", stage: int = 0) -> tuple[Pass, ...]:
     """The passes of one phase. `kernels`: which kernels to prefer, `torch` or `triton`."""
     return (
+        SplitStages(stage=stage),  # first: the others then see one stage's layers only
         PlaceExperts(),  # from the declaration alone; later passes read the tables
         InferShapes(),
         ShardAttention(),  # first of the three that shard: the others start from its split batch
@@ -73,13 +75,17 @@ def compile(
     prefer = "triton" if target != "cpu" else kernels
     tables = ExchangeTables(chosen)
     watching = (*observers, tables)
-    programs = {phase: compile_phase(chosen, phase, source.name, prefer, watching) for phase in PHASES}
+    stages = [
+        {phase: compile_phase(chosen, phase, source.name, prefer, watching, stage=stage) for phase in PHASES}
+        for stage in range(chosen.mesh.pp)
+    ]
+    programs = [program for stage in stages for program in stage.values()]
     folder = find_weights(chosen.model.weights, path.parent, weights, must_exist=False)
     fingerprint = open_checkpoint(folder).fingerprint if folder is not None and has_weights(folder) else None
-    sources, reports = compile_kernels(programs.values(), target)
-    document = plan_document(chosen, programs, tables.found, target, reports, fingerprint)
-    modules = {f"{phase}.py": render_phase(program) for phase, program in programs.items()}
-    return Artifact(programs["prefill"], programs["decode"], document, modules | sources)
+    sources, reports = compile_kernels(programs, target)
+    document = plan_document(chosen, stages, tables.found, target, reports, fingerprint)
+    modules = {f"{name_of(program)}.py": render_phase(program) for program in programs}
+    return Artifact(tuple((stage["prefill"], stage["decode"]) for stage in stages), document, modules | sources)
 
 
 def checked_plan(path: Path, plan: str | None = None, overrides: Sequence[str] = ()) -> tuple[Plan, SourceFile]:
@@ -95,11 +101,12 @@ def compile_phase(
     kernels: str = "torch",
     observers: Iterable[Observer] = (),
     stop_after: str | None = None,
+    stage: int = 0,
 ) -> Program:
-    """Lower one phase and run the passes over it, as far as `stop_after`."""
+    """Lower one phase of one pipeline stage and run the passes over it, as far as `stop_after`."""
     if stop_after is not None and stop_after not in [cls.name for cls in PASSES]:
         help = did_you_mean(stop_after, [cls.name for cls in PASSES]) or "`moec passes` lists them"
         raise CompileError(Diagnostic("E0402", f"there is no pass `{stop_after}`", help=help))
     program = lower(plan, plan.prefill if phase == "prefill" else plan.decode, source)
-    run_passes(program, pipeline(kernels), observers, stop_after)
+    run_passes(program, pipeline(kernels, stage), observers, stop_after)
     return program

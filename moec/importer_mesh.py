@@ -7,19 +7,20 @@ from dataclasses import dataclass
 
 from moec.diagnostics import did_you_mean, fail
 
-AXES = ("dp", "tp", "edp", "ep", "etp")
+AXES = ("dp", "tp", "edp", "ep", "etp", "pp")
 _CLUSTER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}(\[[1-9][0-9]{0,5}\])?")
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """dp * tp == edp * ep * etp."""
+    """dp * tp == edp * ep * etp, in each of pp stages."""
 
     dp: int = 1
     tp: int = 1
     edp: int = 1
     ep: int = 1
     etp: int = 1
+    pp: int = 1
 
 
 def parse_mesh(text: str | None) -> Degrees:
@@ -30,8 +31,6 @@ def parse_mesh(text: str | None) -> Degrees:
     given: dict[str, int] = {}
     for item in (text or "").split(",") if text else []:
         key, _, value = (word.strip() for word in item.partition("="))
-        if key == "pp":
-            raise fail("E0730", "--mesh: pipeline stages (`pp`) are not built yet", f"axes: {', '.join(AXES)}")
         if key not in AXES or key in given:
             problem = "is given twice" if key in given else "is no axis"
             raise fail("E0730", f"--mesh: `{key}` {problem}", did_you_mean(key, AXES) or f"axes: {', '.join(AXES)}")
@@ -41,9 +40,9 @@ def parse_mesh(text: str | None) -> Degrees:
     has_attention, has_experts = bool(given.keys() & {"dp", "tp"}), bool(given.keys() & {"edp", "ep", "etp"})
     mesh = Degrees(**given)
     if has_attention and not has_experts:
-        return Degrees(mesh.dp, mesh.tp, ep=mesh.dp * mesh.tp)
+        return Degrees(mesh.dp, mesh.tp, ep=mesh.dp * mesh.tp, pp=mesh.pp)
     if not has_attention:
-        return Degrees(mesh.edp * mesh.ep, mesh.etp, mesh.edp, mesh.ep, mesh.etp)
+        return Degrees(mesh.edp * mesh.ep, mesh.etp, mesh.edp, mesh.ep, mesh.etp, mesh.pp)
     if (left := mesh.dp * mesh.tp) != (right := mesh.edp * mesh.ep * mesh.etp):
         raise fail("E0730", f"--mesh: dp * tp is {left}, but edp * ep * etp is {right}", "both count the same ranks")
     return mesh

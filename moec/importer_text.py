@@ -130,7 +130,8 @@ def _mesh(mesh: Degrees, cluster: str | None) -> str:
     place = f" on {cluster}" if cluster else ""
     attention = f"dp({mesh.dp}) * tp({mesh.tp})"
     experts = f"edp({mesh.edp}) * ep({mesh.ep}) * etp({mesh.etp})"
-    return f"mesh ranks{place} {{\n  attention = {attention}\n  experts   = {experts}\n}}"
+    stages = f"  stages    = pp({mesh.pp})\n" if mesh.pp > 1 else ""
+    return f"mesh ranks{place} {{\n  attention = {attention}\n  experts   = {experts}\n{stages}}}"
 
 
 def _plan(model: str, context: int) -> str:

@@ -227,6 +227,7 @@ class Program:
     combine: str = "ordered"  # what comes back: a row per choice, or reduced: sums
     capacity: float | None = None  # of a padded exchange, in even shares; None: room for every token
     drop: bool = False  # what does not fit a padded exchange is left out and counted, else it is an error
+    stage: int = 0  # of mesh.pp pipeline stages
     placements: dict[str, Placement] = field(default_factory=dict)
     experts: dict[str, int] = field(default_factory=dict)  # table -> number of routed experts
     bodies: dict[str, Body] = field(default_factory=dict)
@@ -246,7 +247,9 @@ class Program:
     @property
     def hidden(self) -> int:
         """Width of the hidden state."""
-        return self.bodies["prologue"].params["embed"].shape[1]
+        prologue = self.bodies["prologue"]
+        received = [node for node in prologue.graph.nodes if is_op(node) and op_of(node).name == "receive"]
+        return int(str(received[0].kwargs["hidden"])) if received else prologue.params["embed"].shape[1]
 
     def nodes(self) -> Iterator[tuple[Body, fx.Node]]:
         """Every operation of every body, in order."""

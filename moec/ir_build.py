@@ -114,9 +114,11 @@ def infer(program: Program, op: Op, args: tuple[fx.Node, ...], attrs: dict[str, 
 
 def stream_of(program: Program, node: fx.Node) -> str:
     """`compute`, or the class of links a collective's widest group crosses."""
-    if "comm" not in op_of(node).effects or node.kwargs.get("how", "gather") != "gather":
+    effects = op_of(node).effects
+    if "stage" not in effects and ("comm" not in effects or node.kwargs.get("how", "gather") != "gather"):
         return "compute"
-    groups = program.mesh.groups().get(str(node.kwargs.get("group")), ())
+    name = "stages" if "stage" in effects else str(node.kwargs.get("group"))
+    groups = program.mesh.groups().get(name, ())
     crossing = any(program.cluster.link_class(ranks) == "inter" for ranks in groups)
     return "inter" if crossing else "intra"
 

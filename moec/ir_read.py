@@ -24,9 +24,9 @@ from moec.topology import Cluster, Device, Link
 #: Most ranks, layers and experts of a program: beyond every machine, and small enough to list.
 MOST = 1 << 16
 STEP = {"tokens": int, "slots": int, "context": int, "dtype": str, "exchange": str, "strategy": str}
-STEP_OPTIONS = {"combine": str, "capacity": float, "drop": str}
+STEP_OPTIONS = {"combine": str, "capacity": float, "drop": str, "stage": int}
 MESH = dict.fromkeys(("dp", "tp", "edp", "ep", "etp"), int)
-MESH_OPTIONS = {"nodes": int}
+MESH_OPTIONS = {"nodes": int, "pp": int}
 MEMORY = dict.fromkeys(("weights", "kv", "buffers"), int)
 LINKS = ("intra", "inter", "host", "nvme")
 WORDS: dict[str, bool | None] = {"none": None, "true": True, "false": False}
@@ -92,6 +92,7 @@ class Reader(Transformer[Token, Any]):
         mesh = Mesh(**_settings("mesh", settings, MESH, MESH_OPTIONS))
         ranks = (mesh.dp * mesh.tp, mesh.edp * mesh.ep * mesh.etp)
         require(all(1 <= n <= MOST for n in ranks), f"a mesh of {ranks[0]} and {ranks[1]} ranks")
+        require(1 <= mesh.pp <= MOST, f"a mesh of {mesh.pp} stages")
         return "mesh", mesh
 
     def step(self, *settings: Any) -> Any:

@@ -23,11 +23,11 @@ def print_program(program: Program) -> str:
     mesh = p.mesh
     lines = [
         f"program {p.phase} {_text(p.name)} from {_text(p.source)}",
-        f"mesh dp={mesh.dp} tp={mesh.tp} edp={mesh.edp} ep={mesh.ep} etp={mesh.etp}{_unless(1, nodes=mesh.nodes)}",
+        f"mesh dp={mesh.dp} tp={mesh.tp} edp={mesh.edp} ep={mesh.ep} etp={mesh.etp}{_unless(1, nodes=mesh.nodes)}{_unless(1, pp=mesh.pp)}",
         *_cluster_lines(p),
         f"step tokens={p.tokens} slots={p.slots} context={p.context} dtype={p.dtype}"
         f" exchange={p.exchange} strategy={p.strategy}{_unless('ordered', combine=p.combine)}"
-        f"{_unless(None, capacity=p.capacity)}{_unless(False, drop=p.drop)}",
+        f"{_unless(None, capacity=p.capacity)}{_unless(False, drop=p.drop)}{_unless(0, stage=p.stage)}",
         *(f"experts {table}={count}" for table, count in p.experts.items()),
         *(f"placement {table} {_slots(t.slots)}" for table, t in p.placements.items()),
         *(f"memory {rank} weights={m.weights} kv={m.kv} buffers={m.buffers}" for rank, m in enumerate(p.memory)),

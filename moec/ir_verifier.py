@@ -71,15 +71,18 @@ def _runs(program: Program) -> Faults:
     for name in sorted(set(names) ^ set(program.bodies)):
         yield f"body {name} is run but missing, or is never run"
     layers = [layer for run in program.runs for layer in run.layers]
-    if layers != list(range(len(layers))):
+    first = layers[0] if layers and program.stage else 0
+    if layers != list(range(first, first + len(layers))):
         yield f"layers run as {layers}, not once each in order"
     if [run.body for run in program.runs if not run.layers] != ["prologue", "epilogue"] or (
         names[:1] + names[-1:] != ["prologue", "epilogue"]
     ):
         yield "a program runs its prologue once, then layers, then its epilogue once"
     embed = program.bodies["prologue"].params.get("embed") if "prologue" in program.bodies else None
-    if embed is None or len(embed.shape) != 2:
+    if program.stage == 0 and (embed is None or len(embed.shape) != 2):
         yield "the prologue has no embedding"
+    if not 0 <= program.stage < program.mesh.pp:
+        yield f"this is stage {program.stage} of {program.mesh.pp}"
     if not program.is_typed and any("type" in node.meta for _, node in program.nodes()):
         yield "values have types, yet infer-shapes has not run"
 

@@ -31,7 +31,7 @@ def lower(plan: Plan, phase: Phase, source: str) -> Program:
         name=plan.model.name,
         phase=phase.name,
         source=os.path.basename(source),
-        mesh=Mesh(spec.dp, spec.tp, spec.edp, spec.ep, spec.etp, spec.nodes),
+        mesh=Mesh(spec.dp, spec.tp, spec.edp, spec.ep, spec.etp, spec.nodes, spec.pp),
         cluster=spec.cluster,
         tokens=phase.tokens,
         slots=plan.decode.tokens,

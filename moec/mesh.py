@@ -23,6 +23,9 @@ RankLists = tuple[tuple[int, ...], ...]
 class Mesh:
     """Parallel degrees, with dp * tp == edp * ep * etp (the checker sees to it).
 
+    `pp`: pipeline stages, each on `size` neighbouring ranks that lie in these views; `size` counts one stage's ranks,
+    `world` all of them.
+
     `nodes`: nodes of the cluster that each ep group spans, the same number of its ranks in each and neighbours
     together; 0 where that is not so. The ep axis then also reads as links: node x local.
     """
@@ -33,10 +36,15 @@ class Mesh:
     ep: int = 1
     etp: int = 1
     nodes: int = 1
+    pp: int = 1
 
     @property
     def size(self) -> int:
         return self.dp * self.tp
+
+    @property
+    def world(self) -> int:
+        return self.size * self.pp
 
     def axis_size(self, axis: str) -> int:
         return int(getattr(self, axis))
@@ -46,7 +54,7 @@ class Mesh:
         return tuple(axis for axis in VIEWS[view] if self.axis_size(axis) > 1)
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Index of `rank` along `axis`."""
+        """Index of `rank` along `axis`, in its stage."""
         view = next(axes for axes in VIEWS.values() if axis in axes)
         for name in reversed(view):
             rank, index = divmod(rank, self.axis_size(name))
@@ -73,11 +81,14 @@ class Mesh:
         """Name -> the rank lists of that group over the world, for every group of more than one rank.
 
         `split` joins the ranks that hold the pieces of one token block where tp and etp differ. Where an ep group spans
-        nodes, `links.local` joins its ranks in one node and `links.node` those of the same place in each node.
+        nodes, `links.local` joins its ranks in one node and `links.node` those of the same place in each node. `stages`
+        joins the ranks of the same place in each stage.
         """
         found = {f"{view}.{axis}": self._along(axis, VIEWS[view]) for view in VIEWS for axis in self.axes(view)}
         if self.split_parts > 1:
             found["split"] = self._split()
+        if self.pp > 1:
+            found["stages"] = _bundle(((rank % self.size,), rank) for rank in range(self.world))
         if self.nodes > 1:
             found |= {name: lists for name, lists in self._links().items() if len(lists[0]) > 1}
         return found
@@ -88,25 +99,27 @@ class Mesh:
 
     def _along(self, axis: str, view: tuple[str, ...]) -> RankLists:
         others = [name for name in view if name != axis]
-        return _bundle((tuple(self.coordinate(rank, name) for name in others), rank) for rank in range(self.size))
+        return _bundle(
+            ((rank // self.size, *(self.coordinate(rank, name) for name in others)), rank) for rank in range(self.world)
+        )
 
     def _split(self) -> RankLists:
         block, stride = max(self.tp, self.etp), min(self.tp, self.etp)
-        return _bundle(((rank // block, rank % stride), rank) for rank in range(self.size))
+        return _bundle(((rank // block, rank % stride), rank) for rank in range(self.world))
 
     def _links(self) -> dict[str, RankLists]:
         def key(rank: int, part: int) -> tuple[int, ...]:
-            others = (self.coordinate(rank, "edp"), self.coordinate(rank, "etp"))
+            others = (rank // self.size, self.coordinate(rank, "edp"), self.coordinate(rank, "etp"))
             return (*others, self.ep_position(self.coordinate(rank, "ep"))[part])
 
         return {
-            "links.node": _bundle((key(rank, 1), rank) for rank in range(self.size)),
-            "links.local": _bundle((key(rank, 0), rank) for rank in range(self.size)),
+            "links.node": _bundle((key(rank, 1), rank) for rank in range(self.world)),
+            "links.local": _bundle((key(rank, 0), rank) for rank in range(self.world)),
         }
 
     def describe(self) -> str:
         """`dp=2 tp=2`: the axes that act, or `one rank`."""
-        acting = [axis for view in VIEWS for axis in self.axes(view)]
+        acting = [axis for view in VIEWS for axis in self.axes(view)] + (["pp"] if self.pp > 1 else [])
         return " ".join(f"{axis}={self.axis_size(axis)}" for axis in acting) or "one rank"
 
 

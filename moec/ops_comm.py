@@ -126,6 +126,21 @@ def _reduce_scatter_shape(call: Call) -> Shapes:
     return (((symbol("S" if call.mesh.split_parts > 1 else "T", rows), width), call.dtype(0)),)
 
 
+# --- between pipeline stages ------------------------------------------------------------------------------------
+
+
+def _receive_shape(call: Call) -> Shapes:
+    (rows,) = call.shape(0)
+    return (((rows, call.attrs["hidden"]), call.attrs["dtype"]),)
+
+
+def _as_the_rows(call: Call, axis: str, places: Places) -> Places:
+    """What a stage hands on lies as its token rows: cut over dp, whole over tp."""
+    if places[0] in (Replicate(), Shard(0)):
+        return places
+    raise refuse(call, axis, places)
+
+
 def _same_value(call: Call) -> Shapes:
     return ((call.shape(0), call.dtype(0)),)
 
@@ -150,3 +165,7 @@ collective("reduce_scatter_rows", ("float", "i64"), _reduce_scatter_shape, _redu
 collective("all_reduce", ("float",), _same_value, _all_reduce_place)
 collective("all_gather", ("float",), _all_gather_shape, _all_gather_place, "dim")
 collective("relayout", ("float",), _relayout_shape, _not_per_axis, "to", "how", "parts", relayout=_relayout_layout)
+
+STAGE = frozenset({"stage"})
+register(Op("receive", ("i64",), _receive_shape, _as_the_rows, ("hidden", "dtype"), effects=STAGE))
+register(Op("send", ("float",), _same_value, _as_the_rows, effects=STAGE))

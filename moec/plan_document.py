@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +16,7 @@ from moec.parameters import count
 
 def plan_document(
     plan: Plan,
-    programs: Mapping[str, Program],
+    stages: Sequence[Mapping[str, Program]],
     exchanges: Mapping[str, Any],
     target: str,
     kernels: list[dict[str, Any]],
@@ -24,9 +24,11 @@ def plan_document(
 ) -> dict[str, Any]:
     """The document: names, degrees, parameters, memory per rank and, by phase, exchange, time and traffic.
 
-    `exchanges`: the table of `moec.plan_exchange` of each phase that has one.
+    `stages`: the programs of each pipeline stage by phase. `exchanges`: the table of `moec.plan_exchange` of each phase that has one.
     """
-    first = next(iter(programs.values()))
+    first = stages[0]["prefill"]
+    programs = [program for stage in stages for program in stage.values()]
+    placements = {table: placed for program in programs for table, placed in program.placements.items()}
     model = plan.model
     return {
         "plan": plan.name,
@@ -36,19 +38,23 @@ def plan_document(
         "compute": plan.compute,
         "context": plan.context,
         "parameters": asdict(count(model)),
-        "mesh": {**asdict(first.mesh), "name": plan.mesh.name, "ranks": first.mesh.size},
+        "mesh": {**asdict(first.mesh), "name": plan.mesh.name, "ranks": first.mesh.world},
         "cluster": {
             "name": first.cluster.name,
             "nodes": first.cluster.num_nodes,
             "devices_per_node": first.cluster.devices_per_node,
             "memory_bytes": first.cluster.device.memory_bytes,
         },
-        "placement": {table: [list(held) for held in p.slots] for table, p in first.placements.items()},
+        "placement": {table: [list(held) for held in p.slots] for table, p in placements.items()},
         "target": target,
         "kernels": kernels,
-        "phases": {name: _phase(program, exchanges.get(name)) for name, program in programs.items()},
-        "memory": _memory(programs),
+        "phases": {_name(program): _phase(program, exchanges.get(program.phase)) for program in programs},
+        "memory": [entry for stage in stages for entry in _memory(stage)],
     }
+
+
+def _name(program: Program) -> str:
+    return program.phase if program.mesh.pp == 1 else f"{program.phase}, stage {program.stage}"
 
 
 def _phase(program: Program, exchanges: Any) -> dict[str, Any]:

@@ -18,7 +18,6 @@ DTYPES = ("fp32", "bf16", "fp16", "fp8", "fp4")
 AXES = {"attention": ("dp", "tp"), "experts": ("edp", "ep", "etp")}
 #: Process groups list every rank, so their number is bounded.
 MAX_RANKS = 1 << 16
-UNBUILT_AXES = {"pp": "pipeline stages are not built yet: leave `pp` out"}
 UNBUILT = {"replicas": "each expert has one copy in a group: leave `replicas` out"}
 
 
@@ -60,20 +59,29 @@ def _link(fields: Fields, key: str) -> Link | None:
 def check_mesh(node: ast.Mesh, values: Values, clusters: Mapping[str, Cluster | None]) -> MeshSpec | None:
     """The degrees, held against each other and against the cluster. None after errors were reported."""
     given = settings(node.items)
-    fields = Fields(values, f"mesh `{node.name.id}`", node.name.span, given, ("placement",), UNBUILT)
+    fields = Fields(values, f"mesh `{node.name.id}`", node.name.span, given, ("placement", "stages"), UNBUILT)
     placement = fields.choice("placement", ("linear", "round_robin"), "linear")
+    stages = _stages(fields)
     axes = _axes(node, values)
     cluster = _cluster(node, values, clusters)
-    if axes is None or placement is None:
+    if axes is None or placement is None or stages is None:
         return None
     degrees = _fill(axes)
     if not _agree(node, degrees, values) or cluster is None:
         return None
-    world = degrees["dp"] * degrees["tp"]
+    world = degrees["dp"] * degrees["tp"] * stages
     cluster = _sized(node, cluster, world, values)
     if cluster is None:
         return None
-    return MeshSpec(node.name.id, cluster, **degrees, placement=placement, span=node.span)
+    return MeshSpec(node.name.id, cluster, **degrees, placement=placement, span=node.span, pp=stages)
+
+
+def _stages(fields: Fields) -> int | None:
+    """`stages = pp(2)`: pipeline stages, each on as many ranks as the two views have."""
+    if not fields.has("stages"):
+        return 1
+    call = fields.call("stages", "pp")
+    return None if call is None else arguments(fields.values, call, ("degree",)).whole("degree", high=MAX_RANKS)
 
 
 def _axes(node: ast.Mesh, values: Values) -> dict[str, dict[str, int]] | None:
@@ -122,14 +130,12 @@ def _view_axes(view: ast.View, values: Values) -> dict[str, int] | None:
 
 def _bad_axis(view: ast.View, call: ast.Call, values: Values) -> None:
     axis, own = call.name.id, AXES[view.kind]
-    if axis in UNBUILT_AXES:
-        values.problems.add("E0219", f"`{axis}` is not built yet", call.span, help=UNBUILT_AXES[axis])
-        return
     if axis in own:
         values.problems.add("E0205", f"axis `{axis}` is given twice", call.span, help="remove one of them")
         return
     other = next((v for v, axes in AXES.items() if axis in axes), None)
     names = ", ".join(f"`{a}`" for a in own)
+    other = "stages" if axis == "pp" else other
     help = f"`{axis}` belongs to `{other}`" if other else did_you_mean(axis, own) or f"its axes are {names}"
     values.problems.add("E0303", f"`{view.kind}` has no axis `{axis}`", call.name.span, help=help)
 

@@ -151,6 +151,10 @@ def _overlap(fields: Fields) -> bool:
 
 def _join(model: Model, mesh: MeshSpec, run: Span, values: Values) -> None:
     """Every dimension that a mesh axis shards splits evenly; the errors say which degrees would do."""
+    if mesh.pp > len(model.layers):
+        also = [Label(model.span, f"{len(model.layers)} layers are declared here")]
+        message = f"{len(model.layers)} layers cannot be split over pp({mesh.pp})"
+        values.problems.add("E0310", message, run, help=f"use at most pp({len(model.layers)})", also=also)
     for layer in dict.fromkeys(model.layers):
         attention, ffn = layer.attention, layer.ffn
         heads = f"the {attention.heads} heads of `{attention.name}`"

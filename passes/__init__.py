@@ -10,9 +10,11 @@ from moec.passes.place_experts import PlaceExperts
 from moec.passes.plan_memory import PlanMemory
 from moec.passes.shard_attention import ShardAttention
 from moec.passes.shard_experts import ShardExperts
+from moec.passes.split_stages import SplitStages
 from moec.passes.split_tokens import SplitTokens
 
 PASSES: tuple[type[Pass], ...] = (
+    SplitStages,
     PlaceExperts,
     InferShapes,
     ShardAttention,

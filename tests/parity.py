@@ -55,7 +55,8 @@ def compile_checkpoint(
     source = work / "model.moe"
     text = import_model(folder, mesh=mesh, output=source)
     if nodes > 1:
-        num_ranks = parse_mesh(mesh).dp * parse_mesh(mesh).tp
+        degrees = parse_mesh(mesh)
+        num_ranks = degrees.dp * degrees.tp * degrees.pp
         text = f"cluster nodes {{ devices = {num_ranks // nodes} }}\n" + text
         text = text.replace("mesh ranks {", f"mesh ranks on nodes[{nodes}] {{")
     source.write_text(text)

@@ -99,6 +99,13 @@ def test_every_lowering(
     assert worst(found.logits, alone.logits) < 5e-5
 
 
+@pytest.mark.parametrize("mesh", ("pp=2", "pp=3", "ep=2,pp=2", "dp=2,tp=2,pp=2"))
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_pipeline_stages(family: str, mesh: str, folders: Path, tmp_path: Path) -> None:
+    """Layers split over stages, alone and composed with the other axes."""
+    _check(_random_case(family, folders), mesh, "flat", folders, tmp_path)
+
+
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_wider_expert_tensor_axis(exchange: str, folders: Path, tmp_path: Path) -> None:
     """etp wider than tp: tokens are gathered before their experts instead of cut."""

@@ -9,9 +9,9 @@ Shapes: S rows of this rank, P rows sent, R received, G rows of the whole group,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,13 @@ from torch import Tensor
 
 from moec.diagnostics import MoecError, fail
 from moec.placement import balanced
+from moec.runtime.context import DTYPES
 from moec.runtime.groups import Announced, Group
 from moec.runtime.launch_report import PeerLost, first_line, is_peer_loss
 from moec.runtime.step import Step
 
+#: Where `Context.memo` keeps the rows that are on their way to the next stage.
+_SENDING = "sending"
 #: An all_reduce of at most this many elements over the group goes in one exchange of whole values instead of two.
 _ONE_EXCHANGE_ELEMENTS = 1 << 16
 
@@ -34,6 +37,8 @@ class Context(Protocol):
     def groups(self) -> Mapping[str, Group]: ...
     @property
     def step(self) -> Step: ...
+    @property
+    def memo(self) -> dict[Hashable, Any]: ...
 
 
 @dataclass(eq=False)
@@ -211,6 +216,37 @@ def relayout(ctx: Context, x: Tensor, *, to: str, how: str, parts: int, group: s
         return gather(at, x, pieces, "relayout")
     first = sum(pieces[: at.index])
     return x[first : first + pieces[at.index]]
+
+
+# --- between pipeline stages --------------------------------------------------------------------------------------
+
+
+def send(ctx: Context, x: Tensor) -> Tensor:
+    """Hand rows [T, D] to the rank of the same place in the next stage, without waiting until they are there."""
+    at = ctx.groups["stages"]
+    at.status.enter("send")
+    try:
+        for work, _ in ctx.memo.pop(_SENDING, ()):
+            work.wait()
+        if len(x):
+            rows = x.contiguous()
+            ctx.memo[_SENDING] = [(dist.isend(rows, at.ranks[at.index + 1]), rows)]
+    except RuntimeError as error:
+        raise _peer_lost(error) from error
+    return x
+
+
+def receive(ctx: Context, positions: Tensor, *, hidden: int, dtype: str) -> Tensor:
+    """The rows [T, D] of this step from the stage before, one for each position."""
+    at = ctx.groups["stages"]
+    at.status.enter("receive")
+    rows = torch.empty(len(positions), hidden, dtype=DTYPES[dtype], device=positions.device)
+    try:
+        if len(rows):
+            dist.recv(rows, at.ranks[at.index - 1])
+    except RuntimeError as error:
+        raise _peer_lost(error) from error
+    return rows
 
 
 # --- inside -------------------------------------------------------------------------------------------------------

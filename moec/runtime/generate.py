@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moec.diagnostics import fail
 from moec.mesh import Mesh
+from moec.placement import balanced
 from moec.runtime.collectives import finish, gather, start
 from moec.runtime.groups import Group
 from moec.runtime.launch_status import Status
@@ -91,6 +92,7 @@ class _Run:
     def __init__(self, model: Model, request: Request, limits: Limits, place: Place, on_token: OnToken) -> None:
         self.model, self.request, self.limits, self.place, self.on_token = model, request, limits, place, on_token
         self.dp_rank = place.mesh.coordinate(place.rank, "dp")
+        self.is_last_stage = place.rank // place.mesh.size == place.mesh.pp - 1
         self.result = Result([[] for _ in request.prompts], {})
         self.num_steps = 0
 
@@ -115,6 +117,8 @@ class _Run:
                 for chunk in chunks
             ]  # fmt: skip
             logits = self._forward(self.model.prefill, pieces)
+            if not self.is_last_stage:
+                continue
             if self.request.keep_logits:
                 logits = self._keep(logits, [mine[chunk.slot] for chunk in chunks], chunks)
             first |= self._sample(logits, [mine[chunk.slot] for chunk in chunks if chunk.is_last])
@@ -132,10 +136,20 @@ class _Run:
         return torch.cat([logits[:0], *ends])
 
     def _decode(self, mine: Sequence[int]) -> dict[int, int]:
-        """One step of this dp rank's live sequences; the new token of each."""
+        """One step of this dp rank's live sequences; the new token of each, on the last stage.
+
+        The sequences go in as many micro-batches as there are stages, so that the stages compute at the same time.
+        """
         live = [(slot, prompt) for slot, prompt in enumerate(mine) if self._is_live(prompt)]
-        pieces = [Piece(self.result.tokens[prompt][-1:], slot, self._length(prompt) - 1) for slot, prompt in live]
-        return self._sample(self._forward(self.model.decode, pieces), [prompt for _, prompt in live])
+        new: dict[int, int] = {}
+        first = 0
+        for size in balanced(len(live), self.place.mesh.pp):
+            batch, first = live[first : first + size], first + size
+            pieces = [Piece(self.result.tokens[prompt][-1:], slot, self._length(prompt) - 1) for slot, prompt in batch]
+            logits = self._forward(self.model.decode, pieces)
+            if self.is_last_stage:
+                new |= self._sample(logits, [prompt for _, prompt in batch])
+        return new
 
     def _forward(self, phase: Callable[[Step], Tensor], pieces: Sequence[Piece]) -> Tensor:
         self.place.status.step, self.place.status.layer = self.num_steps, None
@@ -163,17 +177,18 @@ class _Run:
 
     def _shared(self, wave: Wave, new: Mapping[int, int]) -> Iterator[tuple[int, int]]:
         """(prompt, token) of all live sequences of the wave. Raises E0616 when two ranks disagree on a token."""
-        if self.place.mesh.size == 1:
+        if self.place.mesh.world == 1:
             yield from new.items()
             return
         width = max(map(len, wave.prompts))
         mine = [new.get(prompt, _NONE) for prompt in wave.prompts[self.dp_rank]]
         told = torch.tensor([mine + [_NONE] * (width - len(mine))], device=self.place.device)
-        rows = gather(self.place.groups["world"], told, [1] * self.place.mesh.size, "exchange_tokens").tolist()
-        leaders = {self.place.mesh.coordinate(rank, "dp"): rank for rank in reversed(range(self.place.mesh.size))}
-        for rank, row in enumerate(rows):
+        rows = gather(self.place.groups["world"], told, [1] * self.place.mesh.world, "exchange_tokens").tolist()
+        sampling = _last_stage(self.place.mesh)
+        leaders = {self.place.mesh.coordinate(rank, "dp"): rank for rank in reversed(sampling)}
+        for rank in sampling:
             leader = leaders[self.place.mesh.coordinate(rank, "dp")]
-            if row != rows[leader]:
+            if rows[rank] != rows[leader]:
                 message = f"ranks {leader} and {rank} hold the same sequences and chose different tokens"
                 raise fail("E0616", message, "this is a bug in moec or faulty hardware: please report it")
         for dp_rank, prompts in enumerate(wave.prompts):
@@ -186,19 +201,26 @@ def collect_logits(request: Request, result: Result, limits: Limits, place: Plac
     """On rank 0: the kept logits of all prompts, fp32 [tokens, V] each; an empty list on the other ranks."""
     lengths = [len(prompt) for prompt in request.prompts]
     mine = [result.logits[prompt] for prompt in sorted(result.logits)]
-    if place.mesh.size == 1:
+    mesh = place.mesh
+    if mesh.world == 1:
         return mine
-    is_leader = place.mesh.coordinate(place.rank, "tp") == 0
+    is_leader = mesh.coordinate(place.rank, "tp") == 0
     empty = torch.empty((0, limits.vocab), dtype=torch.float32, device=place.device)
     rows = torch.cat([empty, *(mine if is_leader else [])])
-    sizes = [0] * place.mesh.size
-    for wave in make_schedule(lengths, place.mesh.dp, limits):
+    sizes = [0] * mesh.world
+    first = _last_stage(mesh).start
+    for wave in make_schedule(lengths, mesh.dp, limits):
         for dp_rank, prompts in enumerate(wave.prompts):
-            sizes[dp_rank * place.mesh.tp] += sum(lengths[prompt] for prompt in prompts)
-    sends = [len(rows)] + [0] * (place.mesh.size - 1)
-    receives = sizes if place.rank == 0 else [0] * place.mesh.size
+            sizes[first + dp_rank * mesh.tp] += sum(lengths[prompt] for prompt in prompts)
+    sends = [len(rows)] + [0] * (mesh.world - 1)
+    receives = sizes if place.rank == 0 else [0] * mesh.world
     whole = finish(start(place.groups["world"], rows, sends, receives, "collect_logits"))
     return _pieces(whole, lengths) if place.rank == 0 else []
+
+
+def _last_stage(mesh: Mesh) -> range:
+    """The ranks that compute logits."""
+    return range(mesh.world - mesh.size, mesh.world)
 
 
 def _pieces(rows: Tensor, sizes: Sequence[int]) -> list[Tensor]:

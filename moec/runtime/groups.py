@@ -53,9 +53,9 @@ def make_groups(mesh: Mesh, rank: Rank) -> dict[str, Group]:
     Raises:
         PeerLost: a peer went away meanwhile.
     """
-    if mesh.size == 1:
+    if mesh.world == 1:
         return {}
-    rank_lists: Mapping[str, tuple[tuple[int, ...], ...]] = {"world": (tuple(range(mesh.size)),), **mesh.groups()}
+    rank_lists: Mapping[str, tuple[tuple[int, ...], ...]] = {"world": (tuple(range(mesh.world)),), **mesh.groups()}
     mine: dict[str, Group] = {}
     try:
         for name, lists in rank_lists.items():

@@ -38,10 +38,12 @@ KERNELS: dict[str, dict[str, Kernel]] = {
         **_named(kernels_torch_rope, "rope"),
         **_named(kernels_torch_attention, "attention", "mla_attention"),
         **_named(kernels_torch_moe, "router_logits", "route", "grouped_linear", "grouped_gate_up"),
+        **_named(kernels_torch_exchange, "chunk_rows", "join_rows"),
         **_named(kernels_torch_exchange, "fan_out", "open_rows", "group_rows", "reduce_rows", "return_rows"),
         **_named(kernels_torch_exchange, "count_pairs", "fan_in", "pair_order", "combine"),
         **_named(collectives, "exchange_counts", "all_to_all_start", "all_to_all_wait", "exchange_sizes"),
         **_named(collectives, "all_gather_rows", "reduce_scatter_rows", "all_reduce", "all_gather", "relayout"),
+        **_named(collectives, "send", "receive"),
     },
     "triton": _named(kernels_triton, "grouped_gate_up"),
 }

@@ -43,12 +43,12 @@ def open_session(artifact: Artifact, folder: Path, rank: Rank, progress: Progres
         MoecError: E07 for weights that do not fit or cannot be read, E05 for a program that cannot run here.
         PeerLost: a peer went away meanwhile.
     """
-    programs = (artifact.prefill, artifact.decode)
     mesh = artifact.prefill.mesh
+    programs = artifact.stages[rank.rank // mesh.size]
     groups = make_groups(mesh, rank)
     rank.status.enter("load")
-    tensors = load_rank(programs, folder, rank.rank, rank.device, progress)
-    kv = allocate_kv(artifact.prefill, rank.device)
+    tensors = load_rank(programs, folder, rank.rank, rank.device, progress, artifact.programs)
+    kv = allocate_kv(programs[0], rank.device)
     prefill, decode = (
         Executor(program, tensors, kv, rank=rank.rank, groups=groups, status=rank.status) for program in programs
     )
@@ -64,8 +64,7 @@ def check_weights(artifact: Artifact, folder: Path, is_compiled: bool) -> None:
     Raises:
         MoecError: E07, naming what is missing, unused, damaged or changed.
     """
-    programs = (artifact.prefill, artifact.decode)
-    sources = open_sources(folder, logical_shapes(wanted(programs)))
+    sources = open_sources(folder, logical_shapes(wanted(artifact.programs)))
     remembered = artifact.document["weights"]["fingerprint"]
     if is_compiled and remembered:
         check_unchanged(Fingerprint.from_json(remembered), sources.checkpoint)

@@ -55,10 +55,14 @@ def load_rank(
     rank: int,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    others: Sequence[Program] = (),
 ) -> dict[str, Tensor]:
-    """The tensors of `rank` for `programs`, by the names of `wanted`. Raises E0701 to E0746."""
+    """The tensors of `rank` for `programs`, by the names of `wanted`. Raises E0701 to E0746.
+
+    `others`: programs of the model's other pipeline stages, which account for the rest of the checkpoint.
+    """
     params = wanted(programs)
-    sources = open_sources(folder, logical_shapes(params))
+    sources = open_sources(folder, logical_shapes(wanted([*programs, *others])))
     placements = {name: table for program in programs for name, table in program.placements.items()}
     return load(sources, params, programs[0].mesh, placements, rank, device, progress)
 
