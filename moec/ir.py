@@ -2,10 +2,9 @@
 
 Alike layers share one body. Every node is an operation of `moec.ops`, and carries in `node.meta`
 
-- `loc`     the place in the `.moe` file it stands for,
-- `type`    shape, dtype and layout of its value (a tuple of them where it has several results), once inferred,
-- `stream`  compute, intra, inter or copy,
-- `kernel`  the kernel that serves it, once chosen.
+- `loc`, the place in the `.moe` file it stands for, and `stream`: compute, intra, inter or copy;
+- `type`, once inferred: shape, dtype and layout of its value (a tuple of them where it has several results);
+- `kernel`, once chosen: the kernel that serves it.
 
 Shapes are those of one rank's part. A dimension is an integer, or a symbol known only at run time:
 T tokens of this rank, S after they are split over tp, G rows gathered, L rows selected; P H Q R X K along an exchange,
@@ -17,17 +16,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import fx
 
+from moec.ir_equality import program_key
 from moec.mesh import Mesh
 from moec.placement import Placement
 from moec.topology import Cluster
 
 if TYPE_CHECKING:
     from moec.ops import Op
-
 Dim = int | str
 
 
@@ -236,7 +235,7 @@ class Program:
     done: tuple[str, ...] = ()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Program) and _key(self) == _key(other)
+        return isinstance(other, Program) and program_key(self) == program_key(other)
 
     __hash__ = None  # type: ignore[assignment]  # mutable
 
@@ -269,8 +268,7 @@ def is_op(node: fx.Node) -> bool:
 
 def op_of(node: fx.Node) -> Op:
     """The table entry of an operation node."""
-    target: Any = node.target
-    return target  # type: ignore[no-any-return]
+    return node.target  # type: ignore[return-value]
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -295,13 +293,6 @@ def results_of(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(found[i] for i in range(op_of(node).num_results))
 
 
-def num_results_of(node: fx.Node) -> int:
-    """How many of its results a node has in the graph."""
-    if op_of(node).num_results == 1:
-        return 1
-    return len({user.args[1] for user in node.users if user.target is operator.getitem})
-
-
 def type_of(value: fx.Node) -> Type:
     """Type of a value node (parameter, input, single result or numbered result)."""
     found = value.meta["type"]
@@ -313,27 +304,3 @@ def loc_of(node: fx.Node) -> Loc:
     found = node.meta["loc"]
     assert isinstance(found, Loc)
     return found
-
-
-def _key(program: Program) -> tuple[Any, ...]:
-    """Everything a program says, with values named by position: equal programs have equal keys."""
-    plain = {k: v for k, v in vars(program).items() if k != "bodies"}
-    return plain, [_body_key(body) for body in program.bodies.values()]
-
-
-def _body_key(body: Body) -> tuple[Any, ...]:
-    """Parameters are named, not counted: in which order their nodes stand says nothing."""
-    listed = [node for node in body.graph.nodes if node.op != "get_attr"]
-    names = {node: f"%{i}" for i, node in enumerate(listed)}
-    names |= {node: f"@{node.target}" for node in body.graph.nodes if node.op == "get_attr"}
-    nodes = [
-        (
-            node.op,
-            "output" if node.op == "output" else node.target,
-            [names[a] if isinstance(a, fx.Node) else a for a in node.args],
-            dict(node.kwargs),
-            dict(node.meta),
-        )
-        for node in listed
-    ]
-    return body.name, body.params, body.states, nodes

@@ -35,6 +35,7 @@ class Builder:
 
     def param(self, name: str) -> fx.Node:
         """The node that stands for parameter `name` of the body, made on first use, in front of all operations."""
+        node: fx.Node
         for node in self.body.graph.nodes:
             if node.op == "get_attr" and node.target == name:
                 return node

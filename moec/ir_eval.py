@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from moec import ir_eval_local
 from moec.ir import Body, Param, Placed, Program, Replicate, Run, Shard, is_op, op_of, results_of, type_of
+from moec.ir_eval_comm import COLLECTIVES
 from moec.ir_eval_exchange import EXCHANGE
 from moec.placement import balanced
 
@@ -80,7 +81,7 @@ class Reference:
             "positions": lambda r: [p for _, p in r],
             "select": lambda r: list(range(len(r))),
         }
-        return self._once(
+        return self.once(
             lambda rank: id(self.batches[rank]), lambda rank: torch.tensor(pick[name](rows[rank]), dtype=torch.int64)
         )
 
@@ -101,7 +102,7 @@ class Reference:
             if node.op == "placeholder":
                 env[node] = values["x"] if node.target == "x" else self._input(str(node.target))
             elif node.op == "get_attr":
-                env[node] = [self._param(body.params[str(node.target)], layer, r) for r in self._ranks()]
+                env[node] = [self._param(body.params[str(node.target)], layer, r) for r in self.ranks()]
             elif node.op == "output":
                 return list(env[node.args[0]])
             elif is_op(node):
@@ -111,13 +112,13 @@ class Reference:
                     self._check(value, result, symbols)
         raise AssertionError("a body returns")
 
-    def _ranks(self) -> range:
+    def ranks(self) -> range:
         return range(self.program.mesh.size)
 
-    def _once(self, key: Callable[[int], Any], give: Callable[[int], T]) -> list[T]:
+    def once(self, key: Callable[[int], Any], give: Callable[[int], T]) -> list[T]:
         """`give(rank)` for every rank, computed once for all ranks of one key."""
         found: dict[Any, T] = {}
-        keys = [key(rank) for rank in self._ranks()]
+        keys = [key(rank) for rank in self.ranks()]
         for rank, known in enumerate(keys):
             if known not in found:
                 found[known] = give(rank)
@@ -154,7 +155,7 @@ class Reference:
             return result if isinstance(result, tuple) else (result,)
 
         own_rank = op.name == "group_rows"  # the one operation that asks where it is
-        per_rank = self._once(lambda rank: rank if own_rank else tuple(id(a[rank]) for a in args), give)
+        per_rank = self.once(lambda rank: rank if own_rank else tuple(id(a[rank]) for a in args), give)
         return [list(column) for column in zip(*per_rank, strict=True)]
 
     def _check(self, node: fx.Node, value: Ranks, symbols: dict[str, list[int]]) -> None:
@@ -180,128 +181,3 @@ class Reference:
                         assert torch.allclose(value[rank], value[ranks[0]], rtol=1e-12, atol=1e-12), (
                             f"{node} is said to be whole on {axis}, ranks {ranks[0]} and {rank} differ"
                         )
-
-
-# --- collectives: a list with one tensor a rank in, another out ---------------------------------------------------
-
-Collective = Callable[[Reference, list[Ranks], dict[str, Any]], Ranks]
-
-
-def _by_group(ref: Reference, group: str, give: Callable[[tuple[int, ...], int], Tensor]) -> Ranks:
-    """For each rank, `give(ranks of its group, its index there)`."""
-    mesh = ref.program.mesh
-    groups = [mesh.group_of(group, rank) for rank in ref._ranks()]
-    return [give(ranks, ranks.index(rank)) for rank, ranks in enumerate(groups)]
-
-
-def _whole(ref: Reference, group: str, give: Callable[[tuple[int, ...]], Tensor]) -> Ranks:
-    """For each group, `give(its ranks)`: every rank of it gets the same."""
-    return ref._once(
-        lambda rank: ref.program.mesh.group_of(group, rank), lambda rank: give(ref.program.mesh.group_of(group, rank))
-    )
-
-
-def _all_reduce(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
-    (x,) = args
-    return _whole(ref, attrs["group"], lambda ranks: torch.stack([x[r] for r in ranks]).sum(0))
-
-
-def _all_gather(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
-    (x,) = args
-    return _whole(ref, attrs["group"], lambda ranks: torch.cat([x[r] for r in ranks], attrs["dim"]))
-
-
-def _all_gather_rows(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
-    x, sizes = args
-
-    def give(ranks: tuple[int, ...]) -> Tensor:
-        rows = [len(x[r]) for r in ranks]
-        assert all(sizes[r].tolist() == rows for r in ranks), f"{rows} rows are gathered, sizes differ"
-        return torch.cat([x[r] for r in ranks])
-
-    return _whole(ref, attrs["group"], give)
-
-
-def _exchange_sizes(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
-    (x,) = args
-    return _whole(ref, attrs["group"], lambda ranks: torch.tensor([len(x[r]) for r in ranks]))
-
-
-def _reduce_scatter_rows(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
-    x, sizes = args
-    return _by_group(
-        ref,
-        attrs["group"],
-        lambda ranks, i: torch.stack([x[r] for r in ranks]).sum(0).split(sizes[ranks[i]].tolist())[i],
-    )
-
-
-def _exchange_counts(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
-    (counts,) = args
-    return _by_group(ref, attrs["group"], lambda ranks, i: torch.stack([counts[r][i] for r in ranks]))
-
-
-def _all_to_all(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
-    """Piece j of each rank goes to its rank j. Each rank knows what it sends to each peer and what it gets."""
-    rows, *counts = args
-    sent, got = reversed(counts) if counts and attrs["back"] else counts or (None, None)
-
-    def give(ranks: tuple[int, ...], i: int) -> Tensor:
-        if sent is None or got is None:
-            return torch.cat([rows[r].chunk(len(ranks))[i] for r in ranks])
-        sizes = [sent[r].tolist() for r in ranks]
-        assert got[ranks[i]].tolist() == [size[i] for size in sizes], f"rank {ranks[i]} expects other rows of its peers"
-        return torch.cat([rows[r].split(size)[i] for r, size in zip(ranks, sizes, strict=True)])
-
-    return _by_group(ref, attrs["group"], give)
-
-
-def _relayout(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
-    (x,) = args
-    if attrs["how"] == "keep":
-        return x
-    if attrs["how"] == "gather":
-        return _whole(ref, attrs["group"], lambda ranks: torch.cat([x[r] for r in ranks]))
-    if attrs["to"] == "experts":
-        return _by_group(
-            ref, attrs["group"], lambda ranks, i: x[ranks[i]].split(list(balanced(len(x[ranks[i]]), len(ranks))))[i]
-        )
-    return _own_rows(ref, x, attrs)
-
-
-def _own_rows(ref: Reference, x: Ranks, attrs: dict[str, Any]) -> Ranks:
-    """Back from rows that were gathered over etp: each rank keeps those that were its own."""
-
-    def give(ranks: tuple[int, ...], i: int) -> Tensor:
-        sizes = [sum(len(s.tokens) for s in ref.batches[r]) for r in ranks]
-        return x[ranks[i]].split(sizes)[i]
-
-    return _by_group(ref, attrs["group"], give)
-
-
-def _moe(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
-    """The coarse operation: every expert of the ep group applied to the rows its weights choose."""
-    x, ids, weights, *experts = args
-    table, mesh = attrs["table"], ref.program.mesh
-
-    def give(rank: int) -> Tensor:
-        whole = [w[rank] for w in experts]
-        if len(whole[0]) < ref.program.experts[table]:
-            order = list(ref.program.placements[table].slot_of)
-            whole = [torch.cat([w[r] for r in mesh.group_of("experts.ep", rank)])[order] for w in experts]
-        return ir_eval_local.moe(x[rank], ids[rank], weights[rank], *whole)
-
-    return ref._once(lambda rank: tuple(id(a[rank]) for a in args), give)
-
-
-COLLECTIVES: dict[str, Collective] = {
-    "exchange_counts": _exchange_counts,
-    "all_to_all.start": _all_to_all,
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "all_gather_rows": _all_gather_rows,
-    "exchange_sizes": _exchange_sizes,
-    "reduce_scatter_rows": _reduce_scatter_rows,
-    "relayout": _relayout,
-    "moe": _moe,
-}

@@ -136,8 +136,8 @@ def attention(ctx: Context, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Te
         rows = slice(start, start := start + len(s.tokens))
         keys, values = (ctx.append(name, s.slot, s.cached, t[rows]) for name, t in (("k", k), ("v", v)))
         repeat = q.shape[1] // k.shape[1]
-        whole = [t.repeat_interleave(repeat, 1) for t in (keys, values)]
-        out.append(_attend(q[rows], *whole, scale, s.cached))
+        keys, values = (t.repeat_interleave(repeat, 1) for t in (keys, values))
+        out.append(_attend(q[rows], keys, values, scale, s.cached))
     return torch.cat([*out, q[:0, :, :0].new_zeros(0, q.shape[1], v.shape[2])])
 
 

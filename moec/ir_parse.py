@@ -93,12 +93,12 @@ def _type_parser() -> Lark:
 
 
 def parse(text: str) -> Program:
-    """The program a text says. Raises MoecError E0401 naming the line at fault."""
+    """The program a text says. Raises MoecError E0401 naming the line or the word at fault."""
     try:
         return cast(Program, _parser().parse(text))
     except UnexpectedInput as error:
-        shown = text.splitlines()[error.line - 1].strip() if 0 < error.line <= text.count("\n") + 1 else ""
-        raise _fault(f"line {error.line}: cannot read `{shown[:80]}`") from None
+        lines = dict(enumerate(text.split("\n"), 1))
+        raise _fault(f"line {error.line}: cannot read `{lines.get(error.line, '').strip()[:80]}`") from None
     except ReadError as error:
         raise _fault(str(error)) from None
 

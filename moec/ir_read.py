@@ -15,6 +15,7 @@ from torch import fx
 
 from moec.ir import Body, Loc, Memory, Param, Program, Run, State, Type
 from moec.ir_build import Builder
+from moec.ir_params import param_fault
 from moec.ir_read_type import integer, number, require
 from moec.mesh import Mesh
 from moec.ops import OPS
@@ -216,6 +217,8 @@ def _read_body(program: Program, name: str, lines: tuple[Any, ...]) -> Body:
     for kind, line in lines:
         if kind == "param":
             require(line[0] not in body.params, f"{name} has two parameters {line[0]}")
+            fault = param_fault(program, line[1])
+            require(not fault, f"parameter {line[0]} of {name}: {fault}")
             body.params[line[0]] = line[1]
         elif kind == "state":
             require(line[0] not in body.states, f"{name} has two states {line[0]}")
@@ -223,7 +226,7 @@ def _read_body(program: Program, name: str, lines: tuple[Any, ...]) -> Body:
         elif kind == "in":
             _add(values, [line[0]], (build.input(line[0][1:], line[1]),))
         elif kind == "return":
-            body.graph.output(_lookup(values, line))
+            body.graph.output(_lookup(values, line, f"body {name}"))
         else:
             _read_node(build, values, line)
     return body
@@ -235,8 +238,8 @@ def _add(values: dict[str, fx.Node], names: list[str], nodes: tuple[fx.Node, ...
         values[name] = node
 
 
-def _lookup(values: dict[str, fx.Node], name: str) -> fx.Node:
-    require(name in values, f"{name} is used before it is made")
+def _lookup(values: dict[str, fx.Node], name: str, where: str) -> fx.Node:
+    require(name in values, f"{where}: {name} is used before it is made")
     return values[name]
 
 
@@ -250,7 +253,7 @@ def _read_node(build: Builder, values: dict[str, fx.Node], line: tuple[Any, ...]
     attrs = [(key, value) for key, value in arguments if key is not None]
     require(len(dict(attrs)) == len(attrs), f"{where}: an attribute is given twice")
     args = [
-        build.param(v[1:]) if v[0] == "@" and v[1:] in build.body.params else _lookup(values, v)
+        build.param(v[1:]) if v[0] == "@" and v[1:] in build.body.params else _lookup(values, v, where)
         for key, v in arguments
         if key is None
     ]

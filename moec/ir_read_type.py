@@ -21,7 +21,7 @@ def require(holds: bool, what: str) -> None:
 
 
 def integer(token: str) -> int:
-    require(len(token) < 20, f"the number {token[:20]}... is too large")
+    require(re.fullmatch(r"-?\d{1,18}", token) is not None, f"{token[:20]} is no number of up to 18 digits")
     return int(token)
 
 

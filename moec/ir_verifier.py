@@ -7,16 +7,17 @@ how its values flow (`ir_verifier_flow`), and what the passes that have run prom
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 
 from torch import fx
 
 from moec.diagnostics import CompileError, Diagnostic
-from moec.ir import Body, Layout, Placed, Program, Replicate, Shard, Type, is_op, num_results_of, op_of, results_of
+from moec.ir import Body, Program, Type, is_op, op_of, results_of
 from moec.ir_build import INPUTS, infer, input_type, param_type, stream_of
+from moec.ir_params import layout_fault, param_fault
 from moec.ir_promises import PROMISES
 from moec.ir_verifier_flow import check_collectives, check_routing, check_states, returned_type
-from moec.mesh import VIEWS
 from moec.ops import OpError
 
 Faults = Iterator[str]
@@ -127,8 +128,9 @@ def _structure(program: Program, body: Body) -> Faults:
 
 def _operation(program: Program, node: fx.Node) -> Faults:
     op = op_of(node)
-    if num_results_of(node) != op.num_results:
-        yield f"{op.name} has {num_results_of(node)} of its {op.num_results} results"
+    found = {user.args[1] for user in node.users if user.target is operator.getitem}
+    if op.num_results > 1 and len(found) != op.num_results:
+        yield f"{op.name} has {len(found)} of its {op.num_results} results"
     if "loc" not in node.meta:
         yield f"{op.name} has no place in the source"
     if fault := op.fault(len(node.args), dict(node.kwargs)):
@@ -156,37 +158,11 @@ def _params(program: Program, body: Body) -> Faults:
     parts = [part for param in body.params.values() for part in param.parts]
     yield from (f"{part} is a part of two parameters" for part in sorted({p for p in parts if parts.count(p) > 1}))
     for name, param in body.params.items():
-        if param.dim >= len(param.shape) or param.shape[param.dim] % len(param.parts):
-            yield f"parameter {name}: dim {param.dim} of {list(param.shape)} cannot join {len(param.parts)} parts"
-        elif fault := _layout_fault(program, param.layout, param.shape):
+        if fault := param_fault(program, param):
             yield f"parameter {name}: {fault}"
-        else:
-            try:
-                param.local_shape(program.mesh, program.placements)
-            except ValueError as error:
-                yield f"parameter {name}: {error}"
     for name, state in body.states.items():
-        if fault := _layout_fault(program, state.layout, state.shape):
+        if fault := layout_fault(program, state.layout, state.shape):
             yield f"state {name}: {fault}"
-
-
-def _layout_fault(program: Program, layout: Layout, shape: tuple[int, ...]) -> str:
-    """What no parameter or state of this shape can be, or the empty string."""
-    if layout.view is None:
-        return "" if not layout.places else "places without a view"
-    if layout.view not in VIEWS or tuple(axis for axis, _ in layout.places) != program.mesh.axes(layout.view):
-        return f"it is laid out on {layout.view} along {[axis for axis, _ in layout.places]}"
-    for axis, place in layout.places:
-        if isinstance(place, Placed):
-            table = program.placements.get(place.table)
-            if axis != "ep" or table is None or table.num_experts != shape[0]:
-                return f"{place} on axis {axis} of {shape[0]} experts"
-        elif isinstance(place, Shard):
-            if place.dim >= len(shape) or place.copies < 1 or program.mesh.axis_size(axis) % place.copies:
-                return f"{place} on axis {axis} of {program.mesh.axis_size(axis)} ranks"
-        elif place != Replicate():
-            return f"{place} on axis {axis} is no way to hold it"
-    return ""
 
 
 def _types(program: Program, body: Body) -> Faults:

@@ -34,6 +34,10 @@ def check_collectives(program: Program, body: Body) -> Faults:
                 yield f"all_to_all.start at {node.meta['loc']} has {len(waits)} waits and {len(node.users)} readers"
 
 
+#: Operations that read gate and up from one parameter, and the dim along which it joins them.
+JOINED = {"gate_up": 0, "grouped_gate_up": 1}
+
+
 # --- routing -----------------------------------------------------------------------------------------------------
 
 
@@ -47,12 +51,16 @@ def check_routing(program: Program, body: Body) -> Faults:
             yield from ENDS[name](node)
         elif name == "moe" and not _belong(node.args[1], node.args[2]):
             yield "moe weighs with other weights than those routed with its ids"
-        elif name in ("gate_up", "grouped_gate_up"):
+        elif name in JOINED:
             weight = node.args[-1]
             param = body.params.get(str(weight.target)) if isinstance(weight, fx.Node) else None
-            dim = 0 if name == "gate_up" else 1
-            if param is None or len(param.parts) != 2 or param.dim != dim:
-                yield f"{name} reads gate and up from a parameter that does not join the two along dim {dim}"
+            if param is None or len(param.parts) != 2 or param.dim != JOINED[name]:
+                yield f"{name} reads gate and up from a parameter that does not join the two along dim {JOINED[name]}"
+        else:
+            for weight in node.args:
+                param = body.params.get(str(weight.target)) if isinstance(weight, fx.Node) else None
+                if param is not None and len(param.parts) > 1:
+                    yield f"{name} reads {' and '.join(param.parts)} as one parameter"
 
 
 def _reduce_faults(node: fx.Node) -> Faults:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from moec.diagnostics import CompileError, Diagnostic, did_you_mean
 from moec.ir import Program
+
+#: What an option's field can be.
+KINDS: dict[str, Callable[[str], Any]] = {"int": int, "str": str, "float": float}
 
 
 @dataclass(frozen=True)
@@ -42,14 +46,15 @@ def parse_pass(text: str, known: tuple[type[Pass], ...]) -> Pass:
         raise CompileError(Diagnostic("E0402", f"there is no pass `{text}`", help=help))
     cls = by_name[match[1]]
     types = {field.name: field.type for field in dataclasses.fields(cls)}
-    given = dict(item.split("=", 1) for item in (match[2] or "").split(",") if "=" in item)
-    return cls(**{key.replace("-", "_"): _option(cls.name, key, value, types) for key, value in given.items()})
+    items = (match[2] or "").split(",") if match[2] else []
+    return cls(**dict(_option(cls.name, item, types) for item in items))
 
 
-def _option(name: str, key: str, value: str, types: dict[str, Any]) -> Any:
-    kind = types.get(key.replace("-", "_"))
+def _option(name: str, item: str, types: dict[str, Any]) -> tuple[str, Any]:
+    key, equals, value = item.partition("=")
+    field = key.strip().replace("-", "_") if equals else ""
     try:
-        return {"int": int, "str": str, "float": float}[str(kind)](value)
+        return field, KINDS[str(types[field])](value)
     except (KeyError, ValueError):
         help = f"options of {name}: {', '.join(types) or 'none'}"
-        raise CompileError(Diagnostic("E0402", f"{name} cannot take {key}={value}", help=help)) from None
+        raise CompileError(Diagnostic("E0402", f"{name} cannot take {item}", help=help)) from None

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from moec.diagnostics import CompileError, Diagnostic
 from moec.ir import Program, op_of
+from moec.ops import OPS
 from moec.passes.base import Pass
 
 
@@ -21,6 +23,10 @@ class ChooseKernels(Pass):
     prefer: str = "torch"
 
     def run(self, program: Program) -> None:
+        known = sorted({kernel for op in OPS.values() for kernel in op.kernels})
+        if self.prefer not in known:
+            help = f"kernels are {', '.join(known)}"
+            raise CompileError(Diagnostic("E0402", f"choose-kernels cannot take prefer={self.prefer}", help=help))
         for _, node in program.nodes():
             kernels = op_of(node).kernels
             node.meta["kernel"] = self.prefer if self.prefer in kernels else kernels[0]

@@ -10,7 +10,7 @@ import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads starve the ranks of a busy machine
 
-import torch  # noqa: E402
+import torch
 
 #: Ranks are forked from the test process, which must not have started threads of torch.
 torch.set_num_threads(1)

@@ -25,7 +25,7 @@ from moec.ir_verifier import verify
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("moec", "grammar", "passes", "codegen", "specs")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "specs" / "families").glob("*.md")])
-MAX_LINES = 300
+MAX_LINES, MAX_BODY_LINES = 300, 40
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -143,12 +143,12 @@ def test_files_and_functions_are_of_a_size_to_be_read_at_once() -> None:
     files = [file for folder in SOURCES for file in (ROOT / folder).rglob("*.py")]
     assert {file.name: n for file in files if (n := len(file.read_text().splitlines())) > MAX_LINES} == {}
     functions = {
-        f"{file.name}:{node.name}": node.end_lineno - node.lineno + 1
+        f"{file.name}:{node.name}": node.end_lineno - node.body[0].lineno + 1  # without a long list of options
         for file in files
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.FunctionDef) and node.end_lineno is not None
     }
-    assert {name: lines for name, lines in functions.items() if lines > 45} == {}
+    assert {name: lines for name, lines in functions.items() if lines > MAX_BODY_LINES} == {}
 
 
 def test_nothing_but_the_word_law_names() -> None:

@@ -368,7 +368,8 @@ def test_a_taken_port_is_named_with_its_holder() -> None:
         done = Command(be_rank).wait()
     assert done.code == 4
     assert len(done.error_lines) == 1
-    assert f"127.0.0.1:{port} is in use by pid {os.getpid()}; choose another MASTER_PORT" in done.err
+    said = f"127.0.0.1:{port} is in use by pid {os.getpid()}; choose another MASTER_PORT"
+    assert f"moec: error[E0604]: {said}" in done.err
 
 
 def test_under_torchrun_the_line_of_the_dead_rank_comes_first(tmp_path: Path) -> None:

@@ -74,6 +74,13 @@ def _gate_alone_taken_for_gate_and_up(program: Program) -> None:
     body.params["ffn.gate_up"] = replace(body.params["ffn.gate_up"], parts=("ffn.gate",))
 
 
+@mistake("split", "linear reads shared.gate and shared.up as one parameter")
+def _gate_and_up_taken_for_one_weight(program: Program) -> None:
+    body = layer(program)
+    value, joined = ops(body, "linear")[2], ops(body, "gate_up")[0].args[1]
+    value.args = (value.args[0], joined)
+
+
 @mistake("dense", "attention.k is a part of two parameters")
 def _one_weight_loaded_twice(program: Program) -> None:
     body = layer(program)

@@ -72,6 +72,12 @@ def _k_and_v_exchanged(program: Program) -> None:
 
 
 @unseen("dense")
+def _one_weight_read_for_two(program: Program) -> None:
+    k, v = ops(layer(program), "linear")[1:3]
+    k.args = (k.args[0], v.args[1])
+
+
+@unseen("dense")
 def _residual_replaced(program: Program) -> None:
     total = ops(layer(program), "add")[-1]
     total.args = (total.args[1], total.args[1])

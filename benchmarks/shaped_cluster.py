@@ -1,0 +1,247 @@
+"""The expert exchange on a cluster of namespaces: seconds and bytes of each way to do it, measured in one run.
+
+    sudo python benchmarks/shaped_cluster.py [--clusters 2x2,2x4,4x2] [--experts 64:8,32:4] [--phases decode,prefill]
+
+A cell is a cluster (nodes x ranks per node), a number of experts with a top-k, and a phase. In each repetition all
+cases run one after the other, so that what else the machine does hits them alike. Per case: the median time from the
+first rank's start to the last rank's end, and the bytes that the nodes' links sent, from the interfaces' own counters
+less what the barriers send. `bound` is the fewest bytes possible for the routing used: each token crosses once to each
+other node that holds one of its experts, and one sum crosses back. A wrong output ends the run.
+
+Shapes: T tokens of a rank, D hidden, E experts, k experts of a token, P = T * k pairs, R rows received, N ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the store warns that addresses have no names; read on import
+import torch
+import torch.distributed as dist
+from shaped import ShapedCluster
+from shaped_nodes import ClusterError, traffic
+from torch import Tensor
+
+from moec.runtime.launch_rank import Rank
+
+TOKENS = {"decode": 64, "prefill": 1024}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One column of the table. Expert e lives on rank e // (num_experts / world)."""
+
+    nodes: int
+    ranks_per_node: int
+    num_experts: int
+    top: int
+    phase: str
+    hidden: int = 2048
+    dtype: str = "fp32"
+    seed: int = 0
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def experts_per_rank(self) -> int:
+        return self.num_experts // self.world
+
+    def __str__(self) -> str:
+        return f"{self.nodes}x{self.ranks_per_node} E={self.num_experts} k={self.top} {self.phase} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a case knows besides its tokens: the rank, the cell, and the factor each expert multiplies its rows by."""
+
+    rank: Rank
+    cell: Cell
+    factors_E: Tensor
+
+    def experts(self, rows_RD: Tensor, experts_R: Tensor) -> Tensor:
+        """The experts' work, in place. It is cheap, so that what is timed is the exchange."""
+        return rows_RD.mul_(self.factors_E[experts_R].to(rows_RD.dtype).unsqueeze(1))
+
+
+Case = Callable[[Seat, Tensor, Tensor, Tensor], Tensor]
+
+
+def per_expert(seat: Seat, tokens_TD: Tensor, ids_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+    """What engines do without moec: one row per (token, expert) by `all_to_all_single`, and back the same way."""
+    cell = seat.cell
+    order_P = ids_Tk.flatten().argsort(stable=True)
+    counts_E = ids_Tk.flatten().bincount(minlength=cell.num_experts)
+    recv_E = torch.empty_like(counts_E)
+    dist.all_to_all_single(recv_E, counts_E)
+    sends, receives = (counts.view(cell.world, -1).sum(1).tolist() for counts in (counts_E, recv_E))
+    rows_PD = tokens_TD[order_P // cell.top]
+    rows_RD = rows_PD.new_empty(sum(receives), cell.hidden)
+    dist.all_to_all_single(rows_RD, rows_PD, receives, sends)
+    first = seat.rank.rank * cell.experts_per_rank
+    held = torch.arange(first, first + cell.experts_per_rank).repeat(cell.world)
+    rows_RD = seat.experts(rows_RD, held.repeat_interleave(recv_E))
+    dist.all_to_all_single(rows_PD, rows_RD, sends, receives)
+    pairs_TkD = rows_PD[order_P.argsort()].view(-1, cell.top, cell.hidden)
+    return torch.bmm(weights_Tk.to(pairs_TkD.dtype).unsqueeze(1), pairs_TkD).squeeze(1)
+
+
+#: What is compared: name -> what one rank does. The first one is what the others are held against.
+CASES: dict[str, Case] = {
+    "per_expert": per_expert,
+}
+
+
+# --- inside a rank ------------------------------------------------------------------------------------------------
+
+
+def route(cell: Cell, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [T, D], the experts of each (uniform, none twice) [T, k] and their weights [T, k], from the seed."""
+    generator = torch.Generator().manual_seed(1000 * cell.seed + rank)
+    num_tokens = TOKENS[cell.phase]
+    tokens_TD = torch.randn(num_tokens, cell.hidden, generator=generator).to(DTYPES[cell.dtype])
+    ids_Tk = torch.rand(num_tokens, cell.num_experts, generator=generator).topk(cell.top).indices
+    weights_Tk = torch.rand(num_tokens, cell.top, generator=generator) + 0.1
+    return tokens_TD, ids_Tk, weights_Tk / weights_Tk.sum(1, keepdim=True)
+
+
+def crossing_rows(cell: Cell, rank: int, ids_Tk: Tensor) -> int:
+    """Distinct (token, other node) pairs of a rank's tokens: the fewest rows that must leave its node."""
+    nodes_Tk = ids_Tk // (cell.experts_per_rank * cell.ranks_per_node)
+    touched_TN = torch.zeros(len(ids_Tk), cell.nodes, dtype=torch.bool).scatter_(1, nodes_Tk, True)
+    touched_TN[:, rank // cell.ranks_per_node] = False
+    return int(touched_TN.sum())
+
+
+def run_cell(rank: Rank, cell: Cell, repeats: int) -> dict[str, object]:
+    """Every case `repeats` times, after a first time that is checked and not counted.
+
+    Gives `rows` (`crossing_rows`) and per case a list of [start s, end s, bytes sent by the node, bytes received].
+    """
+    tokens_TD, ids_Tk, weights_Tk = route(cell, rank.rank)
+    seat = Seat(rank, cell, 0.5 + torch.arange(cell.num_experts) / cell.num_experts)
+    wanted_TD = tokens_TD.float() * (weights_Tk * seat.factors_E[ids_Tk]).sum(1, keepdim=True)
+    limit = 1e-5 if cell.dtype == "fp32" else 5e-2
+    cases: dict[str, Case] = {"nothing": lambda _seat, tokens, _ids, _weights: tokens, **CASES}
+    samples: dict[str, list[tuple[float, float, int, int]]] = {name: [] for name in cases}
+    for repeat in range(repeats + 1):
+        for name, case in cases.items():
+            out_TD, sample = timed(case, seat, tokens_TD, ids_Tk, weights_Tk)
+            if repeat:
+                samples[name].append(sample)
+            elif name != "nothing" and (worst := float((out_TD.float() - wanted_TD).abs().max())) > limit:
+                raise ValueError(f"{name} is wrong by {worst:.2g} in {cell}")
+    return {"rows": crossing_rows(cell, rank.rank, ids_Tk), **samples}
+
+
+def timed(case: Case, seat: Seat, *args: Tensor) -> tuple[Tensor, tuple[float, float, int, int]]:
+    """A case's output, start, end, and what the node's link carried, three barriers included."""
+    dist.barrier()
+    before = traffic()
+    dist.barrier()  # no rank sends before all have read the counters
+    start = time.monotonic()
+    out = case(seat, *args)
+    end = time.monotonic()
+    dist.barrier()
+    carried = traffic() - before
+    return out, (start, end, carried.sent, carried.received)
+
+
+# --- the table ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case in a cell. `times_s`: per repetition, first start to last end. `sent_bytes`: by all nodes, medians."""
+
+    cell: Cell
+    case: str
+    times_s: list[float]
+    sent_bytes: int
+    bound_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.times_s)
+
+
+def measure(cluster: ShapedCluster, cell: Cell, repeats: int) -> list[Row]:
+    """The rows of a cell, in order of the cases.
+
+    Raises:
+        ClusterError: a rank failed, or the output of a case was wrong.
+    """
+    ranks = cluster.run(run_cell, cell, repeats)
+    bound = 2 * sum(rank["rows"] for rank in ranks) * cell.hidden * DTYPES[cell.dtype].itemsize
+    leaders = ranks[:: cell.ranks_per_node]  # all ranks of a node read the same counters
+
+    def sent(case: str) -> int:
+        return round(statistics.median([sum(int(rank[case][i][2]) for rank in leaders) for i in range(repeats)]))
+
+    rows = []
+    for case in CASES:
+        spans = [[rank[case][i] for rank in ranks] for i in range(repeats)]
+        times = [max(end for _, end, *_ in span) - min(start for start, *_ in span) for span in spans]
+        rows.append(Row(cell, case, times, sent(case) - sent("nothing"), bound))
+    return rows
+
+
+def show(rows: list[Row]) -> None:
+    """Print a cell."""
+    print(f"\n{rows[0].cell}, bound {rows[0].bound_bytes / 1e6:.2f} MB between nodes")
+    print(f"  {'case':<14}{'ms':>9}  {'least..most':>17}{'faster':>8}{'MB sent':>10}{'/ bound':>9}")
+    for row in rows:
+        spread = f"{min(row.times_s) * 1e3:.1f}..{max(row.times_s) * 1e3:.1f}"
+        faster = statistics.median(a / b for a, b in zip(rows[0].times_s, row.times_s, strict=True))
+        bytes_text = f"{row.sent_bytes / 1e6:>10.2f}{row.sent_bytes / row.bound_bytes:>9.3f}"
+        print(f"  {row.case:<14}{row.seconds * 1e3:>9.1f}  {spread:>17}{faster:>7.2f}x{bytes_text}", flush=True)
+
+
+def numbers(text: str, between: str) -> list[tuple[int, int]]:
+    """`2x2,4x2` -> [(2, 2), (4, 2)]"""
+    return [(int(a), int(b)) for a, _, b in (pair.partition(between) for pair in text.split(","))]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The expert exchange on a cluster of network namespaces.")
+    parser.add_argument("--clusters", default="2x2,2x4,4x2", help="nodes x ranks per node")
+    parser.add_argument("--experts", default="64:8,32:4", help="experts : top-k")
+    parser.add_argument("--phases", default="decode,prefill")
+    parser.add_argument("--dtype", default="fp32", choices=DTYPES)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--mbit", type=int, default=400, help="of each node's link, per direction")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write every figure into this file")
+    options = parser.parse_args()
+    table: list[Row] = []
+    try:
+        for nodes, ranks_per_node in numbers(options.clusters, "x"):
+            with ShapedCluster(nodes, ranks_per_node, options.mbit) as cluster:
+                for num_experts, top in numbers(options.experts, ":"):
+                    for phase in options.phases.split(","):
+                        cell = Cell(nodes, ranks_per_node, num_experts, top, phase, options.hidden, options.dtype)
+                        rows = measure(cluster, cell, options.repeats)
+                        show(rows)
+                        table += rows
+    except ClusterError as error:
+        print(f"shaped_cluster: {error}", file=sys.stderr)
+        return 4
+    except KeyboardInterrupt:
+        return 130
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in table], indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

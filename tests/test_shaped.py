@@ -1,0 +1,142 @@
+"""The cluster of namespaces that the exchange benchmarks run on: ranks talk, links count, nothing is left behind."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moec.runtime.launch_rank import Rank
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # as for a script there
+nodes: ModuleType = importlib.import_module("shaped_nodes")
+shaped: ModuleType = importlib.import_module("shaped")
+bench: ModuleType = importlib.import_module("shaped_cluster")
+
+needs_cluster = pytest.mark.skipif(nodes.unavailable() is not None, reason=str(nodes.unavailable()))
+PIECE = 1 << 18  # floats
+
+
+def namespaces(pid: str = "[0-9]*") -> set[str]:
+    """Network namespaces that processes are in or hold open, `net:[...]`."""
+    found = set()
+    for link in [*Path("/proc").glob(f"{pid}/ns/net"), *Path("/proc").glob(f"{pid}/fd/*")]:
+        try:
+            found.add(os.readlink(link))
+        except OSError:  # the process, or the descriptor of the listing itself, is gone
+            continue
+    return {name for name in found if name.startswith("net:")}
+
+
+def exchange(rank: Rank) -> dict[str, object]:
+    """An all-to-all whose pieces say where they come from and where they go."""
+    world = dist.get_world_size()
+    sent = torch.tensor([100.0 * rank.rank + peer for peer in range(world)]).repeat_interleave(PIECE)
+    received = torch.empty_like(sent)
+    dist.barrier()
+    before = nodes.traffic()
+    dist.barrier()
+    dist.all_to_all_single(received, sent)
+    dist.barrier()
+    carried = nodes.traffic() - before
+    wanted = torch.tensor([100.0 * peer + rank.rank for peer in range(world)]).repeat_interleave(PIECE)
+    return {
+        "right": torch.equal(received, wanted),
+        "sent": carried.sent,
+        "received": carried.received,
+        "local": [rank.local_rank, rank.local_world],
+        "namespace": os.readlink("/proc/self/ns/net"),
+    }
+
+
+def fail_on_one(rank: Rank) -> None:
+    if rank.rank == 1:
+        raise ValueError("rank 1 has had enough")
+    dist.barrier()
+
+
+@needs_cluster
+def test_ranks_exchange_over_links_that_count_and_leave_nothing() -> None:
+    before, devices = namespaces(), os.listdir("/sys/class/net")
+    with shaped.ShapedCluster(2, 2) as cluster:
+        results = cluster.run(exchange, timeout_s=60)
+        assert all(result["right"] for result in results)
+        assert [result["local"] for result in results] == [[0, 2], [1, 2], [0, 2], [1, 2]]
+        inside = [result["namespace"] for result in results]
+        assert inside[0] == inside[1] != inside[2] == inside[3]
+        assert not set(inside) & before
+        payload = 2 * 2 * 4 * PIECE  # each of 2 ranks of a node sends a piece to each of 2 ranks elsewhere
+        for result in results:
+            assert payload < result["sent"] < 1.02 * payload
+            assert payload < result["received"] < 1.02 * payload
+        for counted in cluster.counters():
+            assert payload < counted.sent
+        with pytest.raises(nodes.ClusterError, match=r"^rank 1: ValueError: rank 1 has had enough"):
+            cluster.run(fail_on_one, timeout_s=60)
+    assert not set(inside) & namespaces()
+    assert namespaces(str(os.getpid())) <= before
+    assert os.listdir("/sys/class/net") == devices
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+@needs_cluster
+def test_bytes_of_the_baseline_and_the_bound_follow_from_the_routing() -> None:
+    cell = bench.Cell(2, 2, num_experts=16, top=4, phase="decode", hidden=2048)
+    with shaped.ShapedCluster(2, 2) as cluster:
+        row = next(row for row in bench.measure(cluster, cell, repeats=1) if row.case == "per_expert")
+    crossing = distinct = 0
+    for rank in range(4):
+        _, ids, _ = bench.route(cell, rank)
+        for token in ids.tolist():
+            away = [expert for expert in token if (expert < 8) != (rank < 2)]
+            crossing += len(away)
+            distinct += bool(away)
+    row_bytes = 2 * cell.hidden * 4  # out and back
+    assert row.bound_bytes == distinct * row_bytes
+    assert crossing * row_bytes < row.sent_bytes < 1.03 * crossing * row_bytes
+
+
+@needs_cluster
+def test_interrupting_the_benchmark_leaves_nothing() -> None:
+    command = [sys.executable, "shaped_cluster.py", "--clusters", "2x2", "--hidden", "64", "--repeats", "2"]
+    run = subprocess.Popen(
+        command,
+        cwd=BENCHMARKS,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs inherit that it is ignored
+    )
+    assert run.stdout is not None
+    while "per_expert" not in run.stdout.readline():  # one cell is done, the next one is at work
+        assert run.poll() is None
+    held = namespaces(str(run.pid)) - namespaces(str(os.getpid()))
+    assert len(held) == 3  # two nodes and the switch
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert errors == ""
+    assert not held & namespaces()
+
+
+def test_a_machine_that_cannot_do_it_is_told_why_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(sys, "argv", ["shaped_cluster.py"])
+    assert bench.main() == 4
+    assert capsys.readouterr().err == "shaped_cluster: network namespaces need root: run it with sudo\n"
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("PATH", "")
+    assert nodes.unavailable() == "`ip` is not installed: install the package iproute2"
