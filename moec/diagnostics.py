@@ -18,7 +18,7 @@ MAX_SHOWN = 160
 #: Exit codes a diagnostic has whatever its class says: a dead peer, a wrong world size, a numeric fault, a bug.
 EXIT_BY_CODE: dict[str, int] = {
     "E0113": 2, "E0222": 2, "E0223": 2,
-    "E0401": 3, "E0402": 2, "E0403": 70, "E0404": 70, "E0680": 2,
+    "E0401": 3, "E0402": 2, "E0403": 70, "E0404": 70, "E0405": 70, "E0680": 2,
     "E0502": 70, "E0503": 70, "E0504": 70, "E0505": 3, "E0506": 6, "E0507": 70, "E0508": 70, "E0509": 3, "E0510": 70,
     "E0520": 4, "E0524": 70, "E0525": 70,
     "E0601": 5, "E0602": 5, "E0603": 5, "E0607": 5,
