@@ -173,6 +173,7 @@ class Phase:
     combine: str = "ordered"
     capacity: float | None = None
     drop: bool = False
+    overlap: str = "off"
 
 
 @dataclass(frozen=True)

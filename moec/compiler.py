@@ -23,12 +23,15 @@ from moec.passes import PASSES
 from moec.passes.base import Pass
 from moec.passes.choose_exchange import ChooseExchange
 from moec.passes.choose_kernels import ChooseKernels
+from moec.passes.chunk_tokens import ChunkTokens
 from moec.passes.fuse_gate_up import FuseGateUp
 from moec.passes.infer_shapes import InferShapes
 from moec.passes.insert_exchange import InsertExchange
 from moec.passes.place_experts import PlaceExperts
 from moec.passes.plan_memory import PlanMemory
+from moec.passes.plan_overlap import PlanOverlap
 from moec.passes.runner import Observer, run_passes
+from moec.passes.schedule import Schedule
 from moec.passes.shard_attention import ShardAttention
 from moec.passes.shard_experts import ShardExperts
 from moec.passes.split_stages import SplitStages
@@ -51,8 +54,11 @@ def pipeline(kernels: str = "torch", stage: int = 0) -> tuple[Pass, ...]:
         SplitTokens(),
         ShardExperts(),  # needs the experts view that split-tokens moved the tokens to
         ChooseExchange(),  # asks insert-exchange for each
+        PlanOverlap(),  # asks the four below for each number of chunks
+        ChunkTokens(),  # while a layer's experts are one operation
         InsertExchange(),
         FuseGateUp(),  # after the exchange, which makes the experts' own products
+        Schedule(),  # once every operation is there
         PlanMemory(),  # last to see sizes: nothing below changes a shape
         ChooseKernels(prefer=kernels),
     )
@@ -74,7 +80,7 @@ def compile(
     chosen, source = checked_plan(path, plan, overrides)
     prefer = "triton" if target != "cpu" else kernels
     tables = ExchangeTables(chosen)
-    watching = (*observers, tables)
+    watching: list[Observer] = [*observers, tables]
     stages = [
         {phase: compile_phase(chosen, phase, source.name, prefer, watching, stage=stage) for phase in PHASES}
         for stage in range(chosen.mesh.pp)

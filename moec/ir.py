@@ -227,6 +227,7 @@ class Program:
     capacity: float | None = None  # of a padded exchange, in even shares; None: room for every token
     drop: bool = False  # what does not fit a padded exchange is left out and counted, else it is an error
     stage: int = 0  # of mesh.pp pipeline stages
+    overlap: str = "off"  # or auto; chunks of a sparse layer's tokens, once planned: "1" reorders only
     placements: dict[str, Placement] = field(default_factory=dict)
     experts: dict[str, int] = field(default_factory=dict)  # table -> number of routed experts
     bodies: dict[str, Body] = field(default_factory=dict)

@@ -25,7 +25,7 @@ from moec.topology import Cluster, Device, Link
 #: Most ranks, layers and experts of a program: beyond every machine, and small enough to list.
 MOST = 1 << 16
 STEP = {"tokens": int, "slots": int, "context": int, "dtype": str, "exchange": str, "strategy": str}
-STEP_OPTIONS = {"combine": str, "capacity": float, "drop": str, "stage": int}
+STEP_OPTIONS = {"combine": str, "capacity": float, "drop": str, "stage": int, "overlap": str}
 MESH = dict.fromkeys(("dp", "tp", "edp", "ep", "etp"), int)
 MESH_OPTIONS = {"nodes": int, "pp": int}
 MEMORY = dict.fromkeys(("weights", "kv", "buffers"), int)
@@ -97,7 +97,13 @@ class Reader(Transformer[Token, Any]):
         return "mesh", mesh
 
     def step(self, *settings: Any) -> Any:
-        found = _settings("step", settings, STEP, STEP_OPTIONS)
+        read = tuple(
+            (name, str(value) if name == "overlap" else value) for name, value in settings
+        )  # a word or a count
+        found = _settings("step", read, STEP, STEP_OPTIONS)
+        require(
+            re.fullmatch(r"off|auto|[1-8]", found.get("overlap", "off")) is not None, f"overlap={found.get('overlap')}"
+        )
         return "step", found | {"drop": found.get("drop") == "true"}
 
     def cluster(self, name: Token, *settings: Any) -> Any:

@@ -27,7 +27,8 @@ def print_program(program: Program) -> str:
         *_cluster_lines(p),
         f"step tokens={p.tokens} slots={p.slots} context={p.context} dtype={p.dtype}"
         f" exchange={p.exchange} strategy={p.strategy}{_unless('ordered', combine=p.combine)}"
-        f"{_unless(None, capacity=p.capacity)}{_unless(False, drop=p.drop)}{_unless(0, stage=p.stage)}",
+        f"{_unless(None, capacity=p.capacity)}{_unless(False, drop=p.drop)}{_unless(0, stage=p.stage)}"
+        f"{_unless('off', overlap=p.overlap)}",
         *(f"experts {table}={count}" for table, count in p.experts.items()),
         *(f"placement {table} {_slots(t.slots)}" for table, t in p.placements.items()),
         *(f"memory {rank} weights={m.weights} kv={m.kv} buffers={m.buffers}" for rank, m in enumerate(p.memory)),

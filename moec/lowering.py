@@ -41,6 +41,7 @@ def lower(plan: Plan, phase: Phase, source: str) -> Program:
         combine=phase.combine,
         capacity=phase.capacity,
         drop=phase.drop,
+        overlap=phase.overlap,
         strategy=spec.placement,
     )
     model, lowered = plan.model, _Source(source)

@@ -107,13 +107,15 @@ def _preference(node: fx.Node, path: float, streams: Streams) -> tuple[int, floa
 
 def _dependencies(nodes: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
     """Operations that must have run before each: those whose values it reads, and the KV access before it."""
-    last: dict[str, fx.Node] = {}
+    kv = set[fx.Node]()
     before: dict[fx.Node, set[fx.Node]] = {}
     for node in nodes:
-        made = {value if is_op(value) else value.all_input_nodes[0] for value in node.all_input_nodes if _is_made(value)}
+        made = {
+            value if is_op(value) else value.all_input_nodes[0] for value in node.all_input_nodes if _is_made(value)
+        }
         if "kv" in op_of(node).effects:
-            made |= {last["kv"]} if "kv" in last else set()
-            last["kv"] = node
+            made |= kv
+            kv = {node}
         before[node] = made
     return before
 

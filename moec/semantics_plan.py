@@ -16,6 +16,8 @@ DTYPES = ("bf16", "fp16", "fp32")
 EXCHANGES = ("flat", "padded", "gather", "two_hop", "aggregate", "auto")
 COMBINES = ("ordered", "reduced", "auto")
 PHASE_SETTINGS = ("exchange", "combine", "capacity", "overlap")
+#: Most chunks of `overlap`: each costs two messages per peer and layer more.
+MOST_CHUNKS = 8
 DEFAULT_CONTEXT, DEFAULT_TOKENS, DEFAULT_BATCH = 4096, 4096, 8
 T = TypeVar("T")
 SIZES = {"prefill": ("tokens", DEFAULT_TOKENS), "decode": ("batch", DEFAULT_BATCH)}
@@ -96,9 +98,10 @@ def _phase(node: ast.Plan, kind: str, values: Values) -> Phase | None:
     combine = _combine(fields, exchange)
     capacity = _capacity(fields, exchange)
     drop = _drop(items, values)
-    if not (_overlap(fields) and size and exchange and combine):
+    overlap = _overlap(fields, exchange)
+    if not (overlap and size and exchange and combine):
         return None
-    return Phase(kind, size, exchange, span, combine, capacity, drop)
+    return Phase(kind, size, exchange, span, combine, capacity, drop, overlap)
 
 
 def _combine(fields: Fields, exchange: str | None) -> str | None:
@@ -139,14 +142,17 @@ def _drop(items: Sequence[ast.Setting | ast.Capped], values: Values) -> bool:
     return bool(capped)
 
 
-def _overlap(fields: Fields) -> bool:
-    """Whether `overlap` is right: `off` is what is built of `off`, `auto` and a number of chunks."""
+def _overlap(fields: Fields, exchange: str | None) -> str | None:
+    """`off`, `auto`, or in how many chunks the tokens of a sparse layer go."""
     node = fields.need("overlap") if fields.has("overlap") else None
-    if isinstance(node, ast.Number):
-        help = "what is built: `off`"
-        fields.problems.add("E0219", f"`overlap = {node.literal}` is not built yet", node.span, help=help)
-        return False
-    return fields.choice("overlap", ("off",), "off", ("auto",)) is not None
+    if not isinstance(node, ast.Number):
+        return fields.choice("overlap", ("off", "auto"), "off")
+    chunks = fields.whole("overlap", low=2, high=MOST_CHUNKS)
+    if chunks is not None and exchange == "padded":
+        _refuse_pair(
+            fields, f"overlap = {chunks}", exchange, "a padded step has one shape: use `overlap = auto` or `off`"
+        )
+    return None if chunks is None else str(chunks)
 
 
 def _join(model: Model, mesh: MeshSpec, run: Span, values: Values) -> None:

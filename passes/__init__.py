@@ -3,11 +3,14 @@
 from moec.passes.base import Pass, parse_pass
 from moec.passes.choose_exchange import ChooseExchange
 from moec.passes.choose_kernels import ChooseKernels
+from moec.passes.chunk_tokens import ChunkTokens
 from moec.passes.fuse_gate_up import FuseGateUp
 from moec.passes.infer_shapes import InferShapes
 from moec.passes.insert_exchange import InsertExchange
 from moec.passes.place_experts import PlaceExperts
 from moec.passes.plan_memory import PlanMemory
+from moec.passes.plan_overlap import PlanOverlap
+from moec.passes.schedule import Schedule
 from moec.passes.shard_attention import ShardAttention
 from moec.passes.shard_experts import ShardExperts
 from moec.passes.split_stages import SplitStages
@@ -21,8 +24,11 @@ PASSES: tuple[type[Pass], ...] = (
     SplitTokens,
     ShardExperts,
     ChooseExchange,
+    PlanOverlap,
+    ChunkTokens,
     InsertExchange,
     FuseGateUp,
+    Schedule,
     PlanMemory,
     ChooseKernels,
 )

@@ -37,6 +37,11 @@ class Pass(ABC):
         return self.name + (f"{{{','.join(options)}}}" if options else "")
 
 
+def pass_named(name: str) -> type[Pass]:
+    """A pass by its name: for those that try others out, which no pass imports."""
+    return next(cls for cls in Pass.__subclasses__() if cls.name == name)
+
+
 def parse_pass(text: str, known: tuple[type[Pass], ...]) -> Pass:
     """The pass a spelling like `name{option=value}` means. Raises CompileError E0402."""
     match = re.fullmatch(r"([a-z0-9-]+)(?:\{([^{}]*)\})?", text.strip())

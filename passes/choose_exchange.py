@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from moec.cost_exchange import CANDIDATES, Comparison
 from moec.ir import Program
-from moec.passes.base import Pass
+from moec.passes.base import Pass, pass_named
 
 
 @dataclass(frozen=True)
@@ -36,5 +36,4 @@ class ChooseExchange(Pass):
 
     def compare(self, program: Program) -> Comparison:
         """All candidates of a program that has not been lowered yet."""
-        lowering = next(cls for cls in Pass.__subclasses__() if cls.name == self.lowering)
-        return Comparison(program, lowering().run)
+        return Comparison(program, pass_named(self.lowering)().run)

@@ -14,7 +14,7 @@ from moec.passes.base import Pass
 
 @dataclass(frozen=True)
 class ChunkTokens(Pass):
-    """Give each chunk of the routed tokens a `moe` of its own; 1 leaves the program as it is.
+    """Give each of `program.overlap` chunks of the routed tokens a `moe` of its own.
 
     before: %4 = moe(%1, %2, %3, ...)
     after:  %4 = chunk_rows(%1, index=0, parts=2); ...; %7 = moe(%4, %5, %6, ...); ...; %12 = join_rows(%7, %11)
@@ -22,15 +22,14 @@ class ChunkTokens(Pass):
 
     name: ClassVar[str] = "chunk-tokens"
     exact: ClassVar[bool] = False
-    chunks: int = 1
 
     def run(self, program: Program) -> None:
-        if self.chunks == 1:
+        if program.overlap in ("off", "1"):
             return
         for body in program.bodies.values():
             for node in list(body.graph.nodes):
                 if is_op(node) and op_of(node).name == "moe":
-                    _chunk(program, body, node, self.chunks)
+                    _chunk(program, body, node, int(program.overlap))
 
 
 def _chunk(program: Program, body: Body, moe: fx.Node, parts: int) -> None:

@@ -97,4 +97,5 @@ def _body_buffers(program: Program, body: Body, bounds: dict[str, int]) -> int:
 
 
 def _known(dim: Dim, bounds: dict[str, int]) -> int:
-    return dim if isinstance(dim, int) else bounds[dim]
+    """The most that a dim can be; a chunk of the tokens, whose share is not known, counts as all of them."""
+    return dim if isinstance(dim, int) else bounds[dim.partition(".")[0]]

@@ -1,0 +1,84 @@
+"""What overlapping a sparse layer's exchange with its compute would gain, for each number of chunks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from moec.cost import NodeCost, node_cost
+from moec.cost_sizes import sizes_of
+from moec.ir import Body, Program, is_op, op_of
+from moec.schedule import makespan, reorder
+
+#: Chunks that `overlap = auto` tries. 1 only moves what is there.
+CHUNKS = (1, 2, 4)
+#: Gains below this share of a layer's time are within the model's error, and not worth another order.
+LEAST_GAIN = 0.01
+
+Lower = Callable[[Program], None]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Microseconds of all sparse layers by number of chunks, and with `overlap = off`; None where a rate is unknown."""
+
+    off_us: float | None
+    by_chunks: dict[str, float]
+    chosen: str
+    reason: str
+
+
+def plan_overlap(program: Program, lower: Lower) -> Overlap:
+    """Choose the chunks of a typed Program whose `moe` nodes are not lowered yet; `lower` lowers a copy of it."""
+    if program.mesh.ep == 1 or not program.experts:
+        return Overlap(None, {}, "off", "nothing is exchanged")
+    off, unknown = _time(program, lower, "off")
+    if unknown:
+        return Overlap(None, {}, "off", f"the cluster gives no rate for {', '.join(unknown)}")
+    times = {chunks: _time(program, lower, chunks)[0] for chunks in _candidates(program)}
+    best = min(times, key=lambda chunks: times[chunks])
+    gain = (off - times[best]) / off if off else 0.0
+    if program.overlap != "auto":
+        return Overlap(off, times, program.overlap, f"asked for; predicted gain {gain:.1%}")
+    if gain < LEAST_GAIN:
+        return Overlap(off, times, "off", f"the best order gains {max(gain, 0):.1%}, less than {LEAST_GAIN:.0%}")
+    return Overlap(off, times, best, f"predicted gain {gain:.1%}")
+
+
+def _candidates(program: Program) -> Sequence[str]:
+    if program.overlap != "auto":
+        return (program.overlap,)
+    return ("1",) if program.exchange == "padded" else tuple(map(str, CHUNKS))  # a padded step has one shape
+
+
+def _time(program: Program, lower: Lower, overlap: str) -> tuple[float, tuple[str, ...]]:
+    """Microseconds of the sparse layers, and what is unknown of them."""
+    sparse = [name for name, body in program.bodies.items() if _is_sparse(body)]
+    bodies = {name: _copy(body) if name in sparse else body for name, body in program.bodies.items()}
+    copied = replace(program, overlap=overlap, bodies=bodies)
+    lower(copied)
+    total, unknown = 0.0, set[str]()
+    for name in sparse:
+        costs = _costs(copied, bodies[name])
+        unknown |= {term for cost in costs.values() for term in cost.unknown}
+        times = {node: cost.us or 0.0 for node, cost in costs.items()}
+        if overlap != "off":
+            reorder(bodies[name], times.__getitem__)
+        total += makespan(bodies[name], times.__getitem__) * len(copied.layers_of(name))
+    return total, tuple(sorted(unknown))
+
+
+def _costs(program: Program, body: Body) -> dict[fx.Node, NodeCost]:
+    sizes = sizes_of(program, body)
+    return {node: node_cost(sizes, node) for node in body.graph.nodes if is_op(node)}
+
+
+def _is_sparse(body: Body) -> bool:
+    return any(is_op(node) and op_of(node).name == "moe" for node in body.graph.nodes)
+
+
+def _copy(body: Body) -> Body:
+    return Body(body.name, copy.deepcopy(body.graph), dict(body.params), dict(body.states))
