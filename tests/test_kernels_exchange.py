@@ -19,12 +19,22 @@ from moec import ir_eval_exchange as reference
 from moec.checked import Phase
 from moec.diagnostics import MoecError
 from moec.ir import op_of
+from moec.ir_eval import Reference
 from moec.ir_eval_local import Context as ReferenceContext
+from moec.passes import PASSES
+from moec.passes.runner import run_passes
 from moec.placement import Placement, linear
 from moec.runtime import kernels_torch_exchange as x
 from moec.runtime.context import DROPPED, DTYPES, Context
+from moec.runtime.executor import Executor
+from moec.runtime.groups import make_groups
+from moec.runtime.kv import allocate_kv
+from moec.runtime.launch import run_ranks
+from moec.runtime.launch_rank import Rank
+from moec.runtime.step import Piece, make_step
 from tests.contexts import context, poisoned_memory
 from tests.exchanges import EP, LOCAL, NODE, Way, constants, random_batches
+from tests.known_experts import known_program, known_weights
 from tests.programs import SPAN, compiled, moe, plan
 
 SEEDS = range(30)
@@ -254,6 +264,32 @@ def test_dropped_rows_add_up_by_layer() -> None:
         settings: dict[str, Any] = {"table": "routed", "group": EP, "bound": 2, "drop": True}
         x.fan_out(ctx.at(layer), torch.zeros(5, 4), ids, torch.ones(5, 1), **settings)
     assert {layer: int(rows) for layer, rows in ctx.memo[DROPPED].items()} == {3: 6, 4: 3}
+
+
+def test_on_ranks_dropped_tokens_pass_by_their_experts_and_are_counted() -> None:
+    """12 tokens of rank 0 for expert 0 on rank 1, room for 8 (an even share of 16): 4 keep their embedding."""
+    program = known_program(2, 1, 0, "padded", dp=2, ep=2)
+    program.combine, program.capacity, program.drop = "reduced", 1.0, True
+    weights = known_weights(program, [(1,)] * 12, lambda expert: 3.0 + expert, 0.0)
+    run_passes(program, [cls() for cls in PASSES])
+    source = Reference(program, weights)
+
+    def main(rank: Rank) -> dict[str, object]:
+        tensors = {
+            name if layer is None else f"layers.{layer}.{name}": source._param(param, layer, rank.rank).float()
+            for run in program.runs
+            for layer in run.layers or (None,)
+            for name, param in program.bodies[run.body].params.items()
+        }
+        groups = make_groups(program.mesh, rank)
+        executor = Executor(program, tensors, allocate_kv(program), rank=rank.rank, groups=groups, status=rank.status)
+        rows = 0 if rank.rank else 12
+        sums = executor.run(make_step([Piece(range(rows), 0, 0, "all")])) - weights["embed"][:rows].float()
+        return {"sums": sums[:, 0].tolist(), "dropped": list(executor.dropped.items())}
+
+    home, other = run_ranks(main, 2, threads=1)
+    assert home == {"sums": [4.0] * 8 + [0.0] * 4, "dropped": [[0, 4]]}
+    assert other == {"sums": [], "dropped": []}
 
 
 @pytest.mark.parametrize("hidden", [3, 5, 8])

@@ -71,6 +71,7 @@ PROGRAMS = {
     "gqa": lambda: compiled(plan([Swiglu(12, SPAN), moe(shared=6)], gqa(bias=True, qk_norm=True), dp=2, edp=2)),
     "mla": lambda: compiled(plan([moe()], mla(), dp=2, tp=2, ep=4), phase="decode"),
     "gather": lambda: compiled(plan([moe(shared=6)], exchange="gather", tp=2, ep=2)),
+    "padded": lambda: compiled(plan([moe(shared=6)], exchange="padded", dp=2, ep=2)),
     **{f"random-{seed}": lambda seed=seed: compiled(random_plan(seed)) for seed in range(24)},
 }
 
