@@ -32,6 +32,7 @@ class Options:
     kernels: str
     weights: Path | None
     logits: Path | None
+    timeline: Path | None
     as_json: bool
 
 
@@ -58,6 +59,9 @@ def run_command(
     logits: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the prompts' logits (safetensors).")
     ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write when each rank ran what (Chrome or Perfetto JSON).")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: tokens and text.")] = False,
 ) -> None:
     """Generate text with a model on the ranks of its mesh. Starts the ranks itself, unless torchrun did.
@@ -73,7 +77,7 @@ def run_command(
     changes = (*(overrides or []), *([f"plan.compute={dtype}"] if dtype else []))
     options = Options(
         source, tuple(prompt or ()), tuple(tokens or ()), prompts, max_new_tokens, temperature, seed, ignore_eos,
-        changes, plan, kernels, weights, logits, as_json,
+        changes, plan, kernels, weights, logits, timeline, as_json,
     )  # fmt: skip
     if is_started_by_torchrun():
 

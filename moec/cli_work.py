@@ -28,6 +28,7 @@ from moec.runtime.sampling import Sampling
 from moec.runtime.schedule import check_prompts
 from moec.runtime.session import check_weights, open_session, read_limits
 from moec.runtime.text import Text, TextStream, parse_tokens, read_eos, read_prompts
+from moec.runtime.timeline import gather_events, predicted_events, start_recorder, trace, write_trace
 from moec.weights_path import find_weights
 
 
@@ -40,6 +41,7 @@ class Job:
     text: Text
     request: Request
     logits: Path | None
+    timeline: Path | None
     as_json: bool
 
     @property
@@ -64,10 +66,11 @@ def prepare(options: Options) -> Job:
     eos = frozenset[int]() if options.ignore_eos else read_eos(folder)
     sampling = Sampling(options.temperature, options.seed)
     request = Request(prompts, options.max_new_tokens, eos, sampling, options.logits is not None)
-    if options.logits is not None and not options.logits.parent.is_dir():
-        raise fail("E0618", f"cannot write `{options.logits}`: its folder does not exist", "create it first")
+    for path in (options.logits, options.timeline):
+        if path is not None and not path.parent.is_dir():
+            raise fail("E0618", f"cannot write `{path}`: its folder does not exist", "create it first")
     check_prompts(prompts, options.max_new_tokens, read_limits(artifact))
-    return Job(artifact, folder, text, request, options.logits, options.as_json)
+    return Job(artifact, folder, text, request, options.logits, options.timeline, options.as_json)
 
 
 def compile_file(options: Options) -> Artifact:
@@ -123,11 +126,17 @@ def work(rank: Rank, job: Job) -> None:
     is_first = rank.rank == 0
     with _progress_bar(is_first and not job.as_json and sys.stderr.isatty()) as progress:
         session = open_session(job.artifact, job.folder, rank, progress)
+    recorder = start_recorder(session.place) if job.timeline else None
+    if recorder is not None:
+        session.record(recorder)
     writer = _Writer(job) if is_first and not job.as_json else None
     result = generate(session, job.request, session.limits, session.place, writer or _silent)
     logits = collect_logits(job.request, result, session.limits, session.place) if job.logits else []
+    events = gather_events(recorder, session.place) if recorder is not None else []
     if not is_first:
         return
+    if job.timeline is not None:
+        write_trace(job.timeline, trace(events, predicted_events(job.artifact.document)))
     if job.logits is not None:
         save_logits(job.logits, job.request.prompts, logits)
     if job.as_json:

@@ -6,7 +6,7 @@ import hashlib
 import linecache
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ from moec.runtime.groups import Group
 from moec.runtime.kernels import kernels_for
 from moec.runtime.launch_status import Status
 from moec.runtime.step import Step
+
+
+if TYPE_CHECKING:
+    from moec.runtime.timeline import Recorder
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +64,10 @@ class Executor:
         self._kv, self._groups, self._rank = kv, groups or {}, rank
         self._status = status or Status(rank)
         self._memo: dict[Hashable, Any] = {}
+
+    def record(self, recorder: Recorder) -> None:
+        """Have every kernel call from now on recorded."""
+        self._kernels = recorder.watch(self._kernels, self.program)
 
     @torch.inference_mode()
     def run(self, step: Step) -> Tensor:

@@ -17,6 +17,7 @@ from moec.runtime.kv import allocate_kv
 from moec.runtime.launch_rank import Rank
 from moec.runtime.schedule import Limits
 from moec.runtime.step import Step
+from moec.runtime.timeline import Recorder
 from moec.runtime.weights import Progress, load_rank, logical_shapes, wanted
 
 
@@ -34,6 +35,11 @@ class Session:
 
     def decode(self, step: Step) -> Tensor:
         return self.decode_phase.run(step)
+
+    def record(self, recorder: Recorder) -> None:
+        """Have both phases record what they run."""
+        self.prefill_phase.record(recorder)
+        self.decode_phase.record(recorder)
 
 
 def open_session(artifact: Artifact, folder: Path, rank: Rank, progress: Progress | None = None) -> Session:

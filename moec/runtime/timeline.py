@@ -1,0 +1,204 @@
+"""A Chrome/Perfetto trace of a run: a process per rank, a track per stream, arrows from dispatch to combine.
+
+1. `Recorder.watch` wraps a rank's kernels: each call becomes an event on the stream of its operation. A started
+   transfer lasts from its start to the end of its wait, on its link's track.
+2. Ranks count microseconds from one barrier, so their clocks agree to about one message.
+3. Rank 0 gathers all events and writes one JSON file, with the times that the cost model predicted as a group of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moec.diagnostics import fail
+from moec.ir import Program
+from moec.runtime.collectives import gather
+from moec.runtime.generate import Place
+
+STREAMS = ("compute", "intra", "inter", "copy")
+#: Operations that a token's way to its experts begins and ends with.
+LEAVES, RETURNS = ("fan_out", "all_gather_rows"), ("fan_in", "combine", "reduce_scatter_rows")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One operation of one rank, in microseconds from the common zero."""
+
+    name: str
+    stream: str
+    start: float
+    end: float
+    phase: str
+    layer: int | None
+
+
+@dataclass
+class Recorder:
+    """Collects the events of one rank."""
+
+    zero: float
+    events: list[Event] = field(default_factory=list)
+    started: dict[int, tuple[float, str]] = field(default_factory=dict, repr=False)
+
+    def now(self) -> float:
+        return (time.perf_counter() - self.zero) * 1e6
+
+    def watch(self, kernels: SimpleNamespace, program: Program) -> SimpleNamespace:
+        """The same kernels, each call recorded."""
+        streams = _streams(program)
+        wrapped = {
+            name: self.watch(kernel, program)
+            if isinstance(kernel, SimpleNamespace)
+            else self._watched(name, kernel, program.phase, streams)
+            for name, kernel in vars(kernels).items()
+        }
+        return SimpleNamespace(**wrapped)
+
+    def _watched(
+        self, name: str, kernel: Callable[..., Any], phase: str, streams: Mapping[str, str]
+    ) -> Callable[..., Any]:
+        @functools.wraps(kernel)
+        def run(ctx: Any, *args: Any, **attrs: Any) -> Any:
+            start = self.now()
+            result = kernel(ctx, *args, **attrs)
+            end = self.now()
+            if name == "all_to_all_start":
+                self.started[id(result)] = (start, streams[attrs["group"]])
+            elif name == "all_to_all_wait":
+                began, stream = self.started.pop(id(args[0]))
+                self.events.append(Event("all_to_all", stream, began, end, phase, ctx.layer))
+                self.events.append(Event("wait", "compute", start, end, phase, ctx.layer))
+            else:
+                stream = streams.get(str(attrs.get("group", "")), "compute") if _moves(name, attrs) else "compute"
+                self.events.append(Event(name, stream, start, end, phase, ctx.layer))
+            return result
+
+        return run
+
+
+def _streams(program: Program) -> dict[str, str]:
+    """Group -> the class of links it crosses."""
+    groups = program.mesh.groups()
+    crossing = {
+        name: any(program.cluster.link_class(ranks) == "inter" for ranks in lists) for name, lists in groups.items()
+    }
+    return {name: "inter" if crosses else "intra" for name, crosses in crossing.items()}
+
+
+def _moves(name: str, attrs: Mapping[str, Any]) -> bool:
+    return "group" in attrs and name not in ("fan_out", "pair_order") and attrs.get("how", "gather") == "gather"
+
+
+def start_recorder(place: Place) -> Recorder:
+    """A recorder whose zero all ranks share."""
+    if place.mesh.world > 1:
+        dist.barrier()
+    return Recorder(time.perf_counter())
+
+
+def gather_events(recorder: Recorder, place: Place) -> list[list[Event]]:
+    """On rank 0: the events of each rank, in rank order; an empty list on the others."""
+    if place.mesh.world == 1:
+        return [recorder.events]
+    text = json.dumps([asdict(event) for event in recorder.events]).encode()
+    world = place.groups["world"]
+    sizes = gather(world, torch.tensor([len(text)], device=place.device), [1] * world.size, "timeline").tolist()
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(place.device)
+    data = bytes(gather(world, mine, sizes, "timeline").tolist())
+    if place.rank != 0:
+        return []
+    parts, first = [], 0
+    for size in sizes:
+        parts.append([Event(**event) for event in json.loads(data[first : first + size])])
+        first += size
+    return parts
+
+
+def trace(ranks: Sequence[Sequence[Event]], predicted: Sequence[Event] = ()) -> dict[str, Any]:
+    """The trace as Chrome's JSON object. Process ids are ranks; the prediction is the process behind the last rank."""
+    events: list[dict[str, Any]] = []
+    for rank, recorded in enumerate([*ranks, predicted]):
+        if recorded:
+            name = f"rank {rank}" if rank < len(ranks) else "predicted"
+            events += [*_named(rank, name), *(_slice(rank, event) for event in recorded), *_arrows(rank, recorded)]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _named(pid: int, name: str) -> list[dict[str, Any]]:
+    tracks = [_meta(pid, tid, "thread_name", stream) for tid, stream in enumerate(STREAMS)]
+    return [_meta(pid, 0, "process_name", name), *tracks]
+
+
+def _meta(pid: int, tid: int, what: str, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": {"name": name}}
+
+
+def _slice(pid: int, event: Event) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": pid,
+        "tid": STREAMS.index(event.stream),
+        "name": event.name,
+        "cat": event.phase,
+        "ts": round(event.start, 3),
+        "dur": round(event.end - event.start, 3),
+        "args": {"phase": event.phase, "layer": event.layer},
+    }
+
+
+def _arrows(pid: int, events: Sequence[Event]) -> list[dict[str, Any]]:
+    """From what sends a layer's rows out to what sums them: hops nest, so the last one out is the first one home."""
+    arrows: list[dict[str, Any]] = []
+    open_hops: list[Event] = []
+    for event in events:
+        if event.name in LEAVES:
+            open_hops.append(event)
+        elif event.name in RETURNS and open_hops:
+            number = f"{pid}.{len(arrows) // 2}"
+            arrows += [_arrow(pid, "s", open_hops.pop(), number), _arrow(pid, "f", event, number)]
+    return arrows
+
+
+def _arrow(pid: int, kind: str, event: Event, number: str) -> dict[str, Any]:
+    at = event.end if kind == "s" else event.start
+    ends = {"bp": "e"} if kind == "f" else {}
+    tid = STREAMS.index(event.stream)
+    return {"ph": kind, "pid": pid, "tid": tid, "name": "exchange", "cat": "exchange", "id": number, "ts": at, **ends}
+
+
+def predicted_events(document: Mapping[str, Any]) -> list[Event]:
+    """One step of each phase as the cost model of the plan has it, one behind the other; nothing where rates lack."""
+    events: list[Event] = []
+    zero = 0.0
+    for phase in document["phases"].values():
+        for run in phase["runs"]:
+            for layer in range(run["layers"][0], run["layers"][1] + 1) if run["layers"] else (None,):
+                spans = (phase["timeline"] or {}).get(run["body"], [])
+                events += [
+                    Event(name, stream, zero + a, zero + b, phase["name"], layer) for name, stream, a, b in spans
+                ]
+                zero += max((span[3] for span in spans), default=0.0)
+    return events
+
+
+def write_trace(path: Path, content: Mapping[str, Any]) -> None:
+    """Write the trace, whole or not at all. Raises E0618 where the file cannot be written."""
+    made = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with made.open("x") as file:
+            json.dump(content, file)
+        made.replace(path)
+    except OSError as error:
+        made.unlink(missing_ok=True)
+        raise fail("E0618", f"cannot write `{path}`: {error.strerror}", "free space or choose another file") from error
