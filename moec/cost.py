@@ -1,6 +1,6 @@
 """Bytes, messages and microseconds of each operation of a Program, on the busiest rank in a step of the largest size.
 
-Times follow the alpha-beta model: m messages of n bytes together take ceil(m / concurrency) latencies and n / bandwidth.
+Times follow the alpha-beta model: m messages of n bytes together take ceil(m / concurrency) latencies + n / bandwidth.
 The link classes that one collective uses work at the same time (a device's links inside its node and its network port
 are separate engines), so the slowest counts; operations that follow one another add up. What an operation does on its
 own rank takes the larger of its arithmetic and its memory traffic, at the device's nominal rates.
@@ -34,8 +34,8 @@ class NodeCost:
     """
 
     node: fx.Node
-    bytes: tuple[float, float, float]
-    messages: tuple[int, int, int]
+    bytes: tuple[float, ...]
+    messages: tuple[int, ...]
     flops: float
     terms: tuple[tuple[str, float], ...]
     unknown: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ def _collective(cluster: Cluster, node: fx.Node, moved: Load) -> NodeCost:
         if messages == 0:
             continue
         if link is None:
-            unknown.append(name)
+            unknown += [name] if name != "memory" else []  # what stays is copied meanwhile: it seldom decides
             continue
         latency = link.time_us(0, messages) * moved.rounds if name != "memory" else 0.0
         candidates.append((latency, link.time_us(size, 0), name))
@@ -82,9 +82,9 @@ def _collective(cluster: Cluster, node: fx.Node, moved: Load) -> NodeCost:
     memory = _link(cluster, "memory")
     if moved.summed and memory is not None:
         terms.append(("memory", memory.time_us(moved.summed)))
-    size = (moved.bytes[0] + moved.summed, *moved.bytes[1:])
-    messages = (0, moved.messages[1] * moved.rounds, moved.messages[2] * moved.rounds)
-    return NodeCost(node, size, messages, 0.0, tuple(terms), tuple(unknown))
+    stays, intra, inter = moved.bytes
+    sent = (0, *(count * moved.rounds for count in moved.messages[1:]))
+    return NodeCost(node, (stays + moved.summed, intra, inter), sent, 0.0, tuple(terms), tuple(unknown))
 
 
 def _local(sizes: Sizes, node: fx.Node) -> NodeCost:

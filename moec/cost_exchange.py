@@ -1,7 +1,7 @@
 """What each way to bring rows to their experts would cost, and which is cheapest.
 
-Every candidate is lowered for real, on a copy of the bodies that route, and the operations of its exchange are added up.
-The experts' own products are the same in all of them and left out.
+Every candidate is lowered for real, on a copy of the bodies that route, and the operations of its exchange are added
+up. The experts' own products are the same in all of them and left out.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ TIE = 0.01
 #: Numbers of tokens that `ranges` looks at.
 MOST_TOKENS = 1 << 16
 #: What an exchange is made of.
-OPERATIONS = frozenset(
-    "fan_out exchange_counts all_to_all.start all_to_all.wait open_rows group_rows reduce_rows return_rows count_pairs"
-    " fan_in pair_order combine exchange_sizes all_gather_rows reduce_scatter_rows".split()
-)
+OPERATIONS = {
+    *("fan_out", "exchange_counts", "all_to_all.start", "all_to_all.wait", "open_rows", "fan_in"),
+    *("group_rows", "reduce_rows", "return_rows", "count_pairs", "pair_order", "combine"),
+    *("exchange_sizes", "all_gather_rows", "reduce_scatter_rows"),
+}
 #: Rewrites the `moe` nodes of a program by its `exchange` and `combine`.
 Lower = Callable[[Program], None]
 

@@ -1,8 +1,8 @@
 """How many rows each hop of an exchange moves, by the class of link they take, on the busiest rank.
 
-Every rank of an ep group starts with equally many rows, whose choices follow one `Routing`; so a hop's rows are a number
-per row that a rank starts with. Nothing here looks at pairs of ranks: a rank sends each destination the same expected
-rows whoever it is, so sums over a node and over the group are enough.
+Every rank of an ep group starts with equally many rows, whose choices follow one `Routing`; so a hop's rows are a
+number per row that a rank starts with. Nothing here looks at pairs of ranks: a rank sends each destination the same
+expected rows whoever it is, so sums over a node and over the group are enough.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def start_of(group: str, end: str) -> str:
 
 
 def _groups(route: Route, group: str) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(node of each rank, the ranks) of the process groups that can differ: other nodes, or other places in the ep group."""
+    """(node of each rank, the ranks) of the groups that can differ: in nodes, or in their place in the ep group."""
     mesh, seen = route.mesh, set()
     for ranks in mesh.groups()[group]:
         nodes = _nodes(route.cluster, ranks)
@@ -107,12 +107,13 @@ def _wanted(route: Route, group: str, start: str, ranks: tuple[int, ...]) -> Flo
     """Expected rows that one rank of the group sends to each, per row that a rank starts with."""
     mesh = route.mesh
     node, local = mesh.ep_position(mesh.coordinate(ranks[0], "ep"))
+    by_place = _per_rank(route, "touched")
     if start == "node":  # rows of every node's rank at this place
-        return mesh.nodes * _per_rank(route, "touched").reshape(mesh.nodes, mesh.local)[node]
+        return mesh.nodes * by_place[node * mesh.local : (node + 1) * mesh.local]
     if start == "local":  # rows of every rank of this node
-        return mesh.local * _per_rank(route, "touched").reshape(mesh.nodes, mesh.local)[:, local]
+        return mesh.local * by_place[local :: mesh.local]
     if group == "experts.ep":
-        return _per_rank(route, "touched")
+        return by_place
     part = 0 if group == "links.node" else 1
     parts = [mesh.ep_position(owner)[part] for owner in _owners(route)]
     return route.routing.touched(parts, mesh.nodes if group == "links.node" else mesh.local)

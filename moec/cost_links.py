@@ -33,6 +33,8 @@ class Load:
 def load(sizes: Sizes, node: fx.Node) -> Load | None:
     """What `node` moves between ranks, None where it stays on its rank."""
     op, group = op_of(node).name, node.kwargs.get("group")
+    if "stage" in op_of(node).effects:
+        return _to_neighbour(sizes, node)
     if "comm" not in op_of(node).effects or node.kwargs.get("how", "gather") != "gather":
         return None
     mesh, cluster = sizes.program.mesh, sizes.program.cluster
@@ -64,6 +66,13 @@ def _all_to_all(sizes: Sizes, node: fx.Node) -> Load:
         return _load(pairs(sizes.route), share * width)
     place = at(rows.layout.on("ep"))
     return _load(sizes.flow(group, start_of(group, place) if node.kwargs["back"] else place), share * width)
+
+
+def _to_neighbour(sizes: Sizes, node: fx.Node) -> Load:
+    """One message between two stages: sent, and on the other side received, while the rank waits."""
+    size = sizes.bytes(type_of(node))
+    is_inter = node.meta["stream"] == "inter"
+    return Load((0.0, 0.0, size), (0, 0, 1)) if is_inter else Load((0.0, size, 0.0), (0, 1, 0))
 
 
 def _load(flow: Flow, row_bytes: float, rounds: int = 1, summed: float = 0.0) -> Load:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-Parts = Sequence[int]
+Parts = Sequence[int] | NDArray[np.int64]
 
 
 class Routing(Protocol):
@@ -39,7 +39,7 @@ class Routing(Protocol):
 
 @dataclass(frozen=True)
 class RandomRouting:
-    """Every token chooses `keep` of `groups` equal groups, then `top` of their experts, each choice as likely as others.
+    """Every token chooses `keep` of `groups` equal groups, then `top` of their experts, all choices equally likely.
 
     With all groups kept this is a plain uniform choice of `top` out of `num_experts`.
     """
@@ -55,12 +55,10 @@ class RandomRouting:
         return np.array([_touched(profile, self) for profile in in_group])
 
     def pairs(self, part_of: Parts, num_parts: int) -> Floats:
-        sizes = np.bincount(part_of, minlength=num_parts).astype(float)
-        return sizes * (self.top / self.num_experts)
+        return _sizes(part_of, num_parts) * (self.top / self.num_experts)
 
     def active(self, part_of: Parts, num_parts: int, tokens: float) -> Floats:
-        sizes = np.bincount(part_of, minlength=num_parts).astype(float)
-        return sizes * (1.0 - (1.0 - self.top / self.num_experts) ** tokens)
+        return _sizes(part_of, num_parts) * (1.0 - math.pow(1.0 - self.top / self.num_experts, tokens))
 
     def _profiles(self, part_of: Parts, num_parts: int) -> list[tuple[int, ...]]:
         """Of each part: how many of its experts are in each group, largest first (which group it is plays no role)."""
@@ -68,6 +66,11 @@ class RandomRouting:
         cells = np.asarray(part_of) * groups + np.arange(self.num_experts) // (self.num_experts // groups)
         counted = np.sort(np.bincount(cells, minlength=num_parts * groups).reshape(num_parts, groups))[:, ::-1]
         return [tuple(row) for row in counted.tolist()]
+
+
+def _sizes(part_of: Parts, num_parts: int) -> Floats:
+    """Experts of each part."""
+    return np.bincount(part_of, minlength=num_parts).astype(np.float64)
 
 
 @cache
@@ -100,15 +103,16 @@ class TracedRouting:
         parts = np.sort(np.asarray(part_of)[self.expert_ids], axis=1)
         is_first = np.ones(parts.shape, dtype=bool)
         is_first[:, 1:] = parts[:, 1:] != parts[:, :-1]
-        return np.bincount(parts[is_first], minlength=num_parts) / len(self.expert_ids)
+        return _sizes(parts[is_first], num_parts) / len(self.expert_ids)
 
     def pairs(self, part_of: Parts, num_parts: int) -> Floats:
         parts = np.asarray(part_of)[self.expert_ids]
-        return np.bincount(parts.ravel(), minlength=num_parts) / len(self.expert_ids)
+        return _sizes(parts.ravel(), num_parts) / len(self.expert_ids)
 
     def active(self, part_of: Parts, num_parts: int, tokens: float) -> Floats:
-        share = np.bincount(self.expert_ids.ravel(), minlength=self.num_experts) / len(self.expert_ids)
-        return np.bincount(part_of, weights=1.0 - (1.0 - share) ** tokens, minlength=num_parts)
+        share = _sizes(self.expert_ids.ravel(), self.num_experts) / len(self.expert_ids)
+        used: Floats = 1.0 - (1.0 - share) ** tokens
+        return np.bincount(part_of, weights=used, minlength=num_parts).astype(np.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +122,7 @@ class RoutingTrace:
     expert_ids: NDArray[np.integer]
 
     def of_layers(self, layers: Sequence[int], num_experts: int, top: int) -> TracedRouting:
-        """The choices of some of the sparse layers, numbered from 0, as one. Raises ValueError where they do not fit."""
+        """The choices of some of the sparse layers, numbered from 0, as one. Raises ValueError if there are none."""
         held, _, chosen = self.expert_ids.shape
         if layers and max(layers) >= held:
             raise ValueError(f"the trace has {held} sparse layers, the model has more")

@@ -152,7 +152,9 @@ def _random(router: fx.Node, num_experts: int) -> RandomRouting:
 
 
 def _sparse_layers(program: Program, body: Body) -> Sequence[int]:
-    """The body's layers, counted among those that route."""
+    """The body's layers, counted among those that route. A trace is of all layers, a pipeline stage has some."""
+    if program.mesh.pp > 1:
+        raise ValueError("a routing trace needs a program of all layers, this is one pipeline stage's")
     routing = {b.name for b, node in program.nodes() if op_of(node).name == "route"}
     sparse = sorted(layer for name in routing for layer in program.layers_of(name))
     return [sparse.index(layer) for layer in program.layers_of(body.name)]

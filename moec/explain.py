@@ -66,9 +66,10 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _phases(document: dict[str, Any]) -> Iterator[str]:
-    for name, phase in document["phases"].items():
+    for name in sorted(document["phases"], key=_place):
+        phase = document["phases"][name]
         yield ""
-        rows = "tokens" if name == "prefill" else "sequences"
+        rows = "tokens" if name.startswith("prefill") else "sequences"
         yield f"{name}: up to {phase['tokens']} {rows} a step on each dp rank, exchange {phase['exchange']}"
         if phase["exchanges"] is not None:
             yield from exchange_lines(phase["exchanges"])
@@ -78,10 +79,20 @@ def _phases(document: dict[str, Any]) -> Iterator[str]:
 
 def _run(phase: dict[str, Any], run: dict[str, Any]) -> Iterator[str]:
     """One body: how long it takes once, and what it sends."""
-    layers, us = run["layers"], phase["us"][run["body"]]
-    where = f" for layers {layers[0]}..{layers[1]}" if layers else ""
-    yield f"  {run['body']}{where}: {_time(us)}{' each' if layers else ''}"
+    yield f"  {run['body']}{_layers(run['layers'])}: {_time(phase['us'][run['body']])}"
     yield from (f"    {_traffic(t)}" for t in phase["traffic"] if t["body"] == run["body"])
+
+
+def _place(name: str) -> tuple[bool, int, str]:
+    """plan.json has the phases in the order of the alphabet; here prefill comes first, then stage by stage."""
+    return not name.startswith("prefill"), len(name), name
+
+
+def _layers(layers: list[int] | None) -> str:
+    if layers is None:
+        return ""
+    first, last = layers
+    return f" for layer {first}" if first == last else f" for each of layers {first}..{last}"
 
 
 def _traffic(item: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from moec.cost import NodeCost, node_costs
 from moec.cost_flow import CLASSES
 from moec.ir import Program, op_of
 from moec.parameters import count
+from moec.schedule import simulate
 
 
 def plan_document(
@@ -24,7 +25,7 @@ def plan_document(
 ) -> dict[str, Any]:
     """The document: names, degrees, parameters, memory per rank and, by phase, exchange, time and traffic.
 
-    `stages`: the programs of each pipeline stage by phase. `exchanges`: the table of `moec.plan_exchange` of each phase that has one.
+    `stages`: the programs of each pipeline stage by phase. `exchanges`: tables of `moec.plan_exchange` by phase.
     """
     first = stages[0]["prefill"]
     programs = [program for stage in stages for program in stage.values()]
@@ -48,7 +49,7 @@ def plan_document(
         "placement": {table: [list(held) for held in p.slots] for table, p in placements.items()},
         "target": target,
         "kernels": kernels,
-        "phases": {_name(program): _phase(program, exchanges.get(program.phase)) for program in programs},
+        "phases": {_name(program): _phase(program, exchanges) for program in programs},
         "memory": [entry for stage in stages for entry in _memory(stage)],
     }
 
@@ -57,20 +58,38 @@ def _name(program: Program) -> str:
     return program.phase if program.mesh.pp == 1 else f"{program.phase}, stage {program.stage}"
 
 
-def _phase(program: Program, exchanges: Any) -> dict[str, Any]:
+def _phase(program: Program, exchanges: Mapping[str, Any]) -> dict[str, Any]:
     costs = list(node_costs(program))
+    is_exchanging = program.mesh.ep > 1 and bool(program.experts)
     return {
+        "name": program.phase,
         "tokens": program.tokens,
         "slots": program.slots,
-        "exchange": program.exchange if program.mesh.ep > 1 else "none",
-        "combine": program.combine if program.mesh.ep > 1 else "none",
-        "exchanges": exchanges,
+        "overlap": program.overlap,
+        "exchange": program.exchange if is_exchanging else "none",
+        "combine": program.combine if is_exchanging else "none",
+        "exchanges": exchanges.get(program.phase) if is_exchanging else None,
+        "timeline": _timeline(program, costs),
         "runs": [
             {"body": run.body, "layers": [run.layers.start, run.layers.stop - 1] if run.layers else None}
             for run in program.runs
         ],
         "us": {name: _time([cost for body, cost in costs if body == name]) for name in program.bodies},
         "traffic": [_traffic(program, body, cost) for body, cost in costs if cost.messages != (0, 0, 0)],
+    }
+
+
+def _timeline(program: Program, costs: list[tuple[str, NodeCost]]) -> dict[str, Any] | None:
+    """By body: [operation, stream, start, end] of each, in microseconds; None where a rate is not known."""
+    times = {cost.node: cost.us for _, cost in costs}
+    if None in times.values():
+        return None
+    return {
+        body.name: [
+            [op_of(span.node).name, span.stream, round(span.start, 3), round(span.end, 3)]
+            for span in simulate(body, lambda node: times[node] or 0.0)
+        ]
+        for body in program.bodies.values()
     }
 
 
@@ -82,7 +101,7 @@ def _time(costs: list[NodeCost]) -> float | None:
 
 
 def _traffic(program: Program, body: str, cost: NodeCost) -> dict[str, Any]:
-    group = str(cost.node.kwargs["group"])
+    group = str(cost.node.kwargs.get("group", "stages"))
     return {
         "body": body,
         "op": op_of(cost.node).name,
