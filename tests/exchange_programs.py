@@ -7,7 +7,7 @@ from dataclasses import replace
 from moec.checked import Phase, Plan
 from moec.ir import Program
 from moec.passes import PASSES
-from moec.passes.chunk_tokens import ChunkTokens
+from moec.passes.plan_overlap import PlanOverlap
 from moec.passes.runner import run_passes
 from moec.topology import Cluster
 from tests.programs import SPAN, moe, plan, program_of
@@ -64,7 +64,6 @@ def exchanged(
 ) -> Program:
     """The plan's program with its exchange lowered, its tokens cut in `chunks`."""
     program = program_of(plan, phase)
-    passes = [cls() for cls in PASSES if cls is not ChunkTokens]
-    passes.insert([step.name for step in passes].index("insert-exchange"), ChunkTokens(chunks))
-    run_passes(program, passes, stop_after=stop_after)
+    program.overlap = str(chunks) if chunks > 1 else "off"
+    run_passes(program, [cls() for cls in PASSES if cls is not PlanOverlap], stop_after=stop_after)
     return program
