@@ -23,9 +23,9 @@ from moec.topology import Cluster, Device, Link
 
 #: Most ranks, layers and experts of a program: beyond every machine, and small enough to list.
 MOST = 1 << 16
-STEP = {"tokens": int, "slots": int, "context": int, "dtype": str, "exchange": str, "strategy": str}
-MESH = dict.fromkeys(("dp", "tp", "edp", "ep", "etp"), int)
-MEMORY = dict.fromkeys(("weights", "kv", "buffers"), int)
+STEP: dict[str, type] = {"tokens": int, "slots": int, "context": int, "dtype": str, "exchange": str, "strategy": str}
+MESH: dict[str, type] = dict.fromkeys(("dp", "tp", "edp", "ep", "etp"), int)
+MEMORY: dict[str, type] = dict.fromkeys(("weights", "kv", "buffers"), int)
 LINKS = ("intra", "inter", "host", "nvme")
 WORDS: dict[str, bool | None] = {"none": None, "true": True, "false": False}
 
