@@ -24,11 +24,11 @@ from moec.topology import Cluster, Device, Link
 
 #: Most ranks, layers and experts of a program: beyond every machine, and small enough to list.
 MOST = 1 << 16
-STEP = {"tokens": int, "slots": int, "context": int, "dtype": str, "exchange": str, "strategy": str}
-STEP_OPTIONS = {"combine": str, "capacity": float, "drop": str, "stage": int, "overlap": str}
-MESH = dict.fromkeys(("dp", "tp", "edp", "ep", "etp"), int)
-MESH_OPTIONS = {"nodes": int, "pp": int}
-MEMORY = dict.fromkeys(("weights", "kv", "buffers"), int)
+STEP: dict[str, type] = {"tokens": int, "slots": int, "context": int, "dtype": str, "exchange": str, "strategy": str}
+STEP_OPTIONS: dict[str, type] = {"combine": str, "capacity": float, "drop": str, "stage": int, "overlap": str}
+MESH: dict[str, type] = dict.fromkeys(("dp", "tp", "edp", "ep", "etp"), int)
+MESH_OPTIONS: dict[str, type] = {"nodes": int, "pp": int}
+MEMORY: dict[str, type] = dict.fromkeys(("weights", "kv", "buffers"), int)
 LINKS = ("intra", "inter", "host", "nvme")
 WORDS: dict[str, bool | None] = {"none": None, "true": True, "false": False}
 

@@ -128,7 +128,7 @@ def _structure(program: Program, body: Body) -> Faults:
 
 def _operation(program: Program, node: fx.Node) -> Faults:
     op = op_of(node)
-    found = {user.args[1] for user in node.users if user.target is operator.getitem}
+    found = {str(user.args[1]) for user in node.users if user.target is operator.getitem}
     if op.num_results > 1 and len(found) != op.num_results:
         yield f"{op.name} has {len(found)} of its {op.num_results} results"
     if "loc" not in node.meta:

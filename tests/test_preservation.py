@@ -8,11 +8,13 @@ degrees (more ranks than experts, experts that do not divide), fewer sequences t
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor
 
+from moec.checked import Gqa, Mla, Moe
 from moec.ir import Program
 from moec.ir_parse import parse
 from moec.ir_text import print_program
@@ -73,3 +75,35 @@ def test_every_pass_preserves_random_programs(block: int) -> None:
         weights, steps = weights_of(program, seed, ties=seed % 4 == 0), random_steps(seed)
         seen = Preserved(program, weights, steps, f"seed {seed} on {program.mesh.describe()}, {program.exchange}")
         run_passes(program, [cls() for cls in PASSES], [seen])
+
+
+def test_the_random_programs_are_of_every_kind_named_above() -> None:
+    met: Counter[str] = Counter()
+    for seed in SEEDS:
+        chosen, steps = random_plan(seed), random_steps(seed)
+        mesh, model = chosen.mesh, chosen.model
+        sparse = [layer.ffn for layer in model.layers if isinstance(layer.ffn, Moe)]
+        met.update(
+            {
+                "mla": isinstance(model.layers[0].attention, Mla),
+                "yarn": model.rotary.yarn is not None,
+                "dense layer": len(sparse) < len(model.layers),
+                "two tables": len({ffn.routed.name for ffn in sparse}) > 1,
+                "shared": any(ffn.shared for ffn in sparse),
+                "groups": any(ffn.router.keep < ffn.router.groups for ffn in sparse),
+                "bias": any(ffn.router.bias for ffn in sparse),
+                "uneven": any(ffn.routed.count % mesh.ep for ffn in sparse),
+                "more ranks than experts": any(ffn.routed.count < mesh.ep for ffn in sparse),
+                "copied KV heads": any(
+                    isinstance(a, Gqa) and a.kv_heads < mesh.tp for a in (model.layers[0].attention,)
+                ),
+                "tp > etp > 1": mesh.tp > mesh.etp > 1,
+                "etp > tp": mesh.etp > mesh.tp,
+                "edp and ep": mesh.edp > 1 and mesh.ep > 1,
+                "8 ranks": mesh.dp * mesh.tp == 8,
+                "gather": chosen.prefill.exchange == "gather" and mesh.ep > 1 and bool(sparse),
+                "fewer sequences than ranks": 0 < len(steps[0]) < mesh.dp,
+                "no row at all": not any(s.tokens for s in steps[0]),
+            }
+        )
+    assert min(met.values()) >= 4, met
