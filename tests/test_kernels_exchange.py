@@ -349,6 +349,15 @@ def test_more_rows_than_room_is_refused_unless_the_plan_drops_them() -> None:
     assert "raise the phase's `capacity`" in error.value.diagnostics[0].help
 
 
+def test_room_for_all_but_one_row_is_too_little_and_for_all_is_enough() -> None:
+    ctx, ids = context(placement=linear(4, 4)), torch.ones(5, 1, dtype=torch.int64)
+    settings: dict[str, Any] = {"table": "routed", "group": EP, "drop": False}
+    with pytest.raises(MoecError, match="room for 4"):
+        x.fan_out(ctx, torch.zeros(5, 4), ids, torch.ones(5, 1), bound=4, **settings)
+    _, counts, origin = x.fan_out(ctx, torch.zeros(5, 4), ids, torch.ones(5, 1), bound=5, **settings)
+    assert counts.tolist() == [0, 5, 0, 0] and origin.tolist() == [-1] * 5 + [0, 1, 2, 3, 4] + [-1] * 10
+
+
 @pytest.mark.parametrize("given", [5, 7])
 def test_lost_rows_are_refused(given: int) -> None:
     rows, order, ids = torch.zeros(given, 2), torch.arange(6), torch.zeros(3, 2, dtype=torch.int64)
