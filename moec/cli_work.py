@@ -24,6 +24,7 @@ from moec.compiler import compile
 from moec.diagnostics import MoecError, fail
 from moec.runtime.generate import Request, collect_logits, generate
 from moec.runtime.launch_rank import Rank
+from moec.runtime.launch_status import Status
 from moec.runtime.sampling import Sampling
 from moec.runtime.schedule import check_prompts
 from moec.runtime.session import check_weights, open_session, read_limits
@@ -129,12 +130,13 @@ def work(rank: Rank, job: Job) -> None:
     recorder = start_recorder(session.place) if job.timeline else None
     if recorder is not None:
         session.record(recorder)
-    writer = _Writer(job) if is_first and not job.as_json else None
+    writer = _Writer(job, rank.status) if is_first and not job.as_json else None
     result = generate(session, job.request, session.limits, session.place, writer or _silent)
     logits = collect_logits(job.request, result, session.limits, session.place) if job.logits else []
     events = gather_events(recorder, session.place) if recorder is not None else []
     if not is_first:
         return
+    rank.status.begin("output")
     if job.timeline is not None:
         write_trace(job.timeline, trace(events, predicted_events(job.artifact.document)))
     if job.logits is not None:
@@ -171,19 +173,25 @@ def save_logits(path: Path, prompts: Sequence[Sequence[int]], logits: Sequence[T
 class _Writer:
     """Shows tokens as they come: one prompt streams, of several each is shown when it ends."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, status: Status) -> None:
+        self.status = status
         self.streams = [TextStream(job.text) for _ in job.request.prompts]
         self.parts: list[list[str]] = [[] for _ in self.streams]
 
     def __call__(self, prompt: int, token: int, is_last: bool) -> None:
         part = self.streams[prompt].push(token, is_last)
         if len(self.streams) == 1:
-            sys.stdout.write(part + ("\n" if is_last else ""))
-        else:
-            self.parts[prompt].append(part)
-            if is_last:
-                sys.stdout.write(f"[{prompt}] {''.join(self.parts[prompt])}\n")
-        sys.stdout.flush()
+            self._write(part + ("\n" if is_last else ""))
+            return
+        self.parts[prompt].append(part)
+        if is_last:
+            self._write(f"[{prompt}] {''.join(self.parts[prompt])}\n")
+
+    def _write(self, text: str) -> None:
+        """Waits as long as the reader does."""
+        with self.status.within("output", "output"):
+            sys.stdout.write(text)
+            sys.stdout.flush()
 
 
 def _silent(prompt: int, token: int, is_last: bool) -> None:

@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 
 from moec.diagnostics import MoecError, fail
-from moec.runtime.launch import Stopped, run_ranks
+from moec.runtime.launch import run_ranks
 from moec.runtime.launch_peers import port_holder, read_seat
 from moec.runtime.launch_rank import Rank, choose_device, join_timeout, num_cores
 from moec.runtime.launch_report import PeerLost, is_peer_loss
-from moec.runtime.launch_status import SLOT_BYTES, Fault, Place, Status, parse_fault, read_place
+from moec.runtime.launch_fault import Fault, parse_fault
+from moec.runtime.launch_signals import Stopped
+from moec.runtime.launch_status import SLOT_BYTES, Place, Status, read_slot
 from tests.commands import Command
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -243,17 +245,17 @@ def test_join_timeout_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_status_is_read_back_from_its_slot() -> None:
     slot = memoryview(bytearray(SLOT_BYTES))
     status = Status(3, slot)
-    assert str(read_place(slot)) == ""
+    assert str(read_slot(slot).place) == ""
     status.layer, status.step = 7, 2
     status.enter("all_to_all")
-    assert read_place(slot) == status.place == Place("all_to_all", 7, 2)
+    assert read_slot(slot).place == status.place == Place("all_to_all", 7, 2)
     assert str(status.place) == " during all_to_all of layer 7, step 2"
 
 
 def test_faults_are_parsed_or_refused() -> None:
     assert parse_fault("kill@all_to_all:step=2,rank=1") == Fault("kill", "all_to_all", 2, 1)
     assert parse_fault("raise@join experts.ep") == Fault("raise", "join experts.ep")
-    for text in ("kill", "kill@", "burn@load", "kill@load:step", "kill@load:where=3", "kill@load:step=x"):
+    for text in ("kill", "kill@", "burn@load", "kill@load:step", "kill@load:where=3", "kill@load:step=x", "a@b"):
         with pytest.raises(MoecError, match="is not understood") as error:
             parse_fault(text)
         assert (error.value.diagnostics[0].code, error.value.exit_code) == ("E0608", 2)
@@ -261,11 +263,11 @@ def test_faults_are_parsed_or_refused() -> None:
 
 def test_a_fault_strikes_in_its_step_and_on_its_rank_only() -> None:
     fault = Fault("raise", "load", step=2, rank=1)
-    fault.strike(Place("load", None, 1), rank=1)
-    fault.strike(Place("load", None, 2), rank=0)
-    fault.strike(Place("step", None, 2), rank=1)
+    fault.strike("load", 1, rank=1)
+    fault.strike("load", 2, rank=0)
+    fault.strike("step", 2, rank=1)
     with pytest.raises(RuntimeError, match="fault planted by MOEC_FAULT"):
-        fault.strike(Place("load", None, 2), rank=1)
+        fault.strike("load", 2, rank=1)
 
 
 def test_words_of_a_lost_peer() -> None:

@@ -82,6 +82,7 @@ def finish(pending: Pending) -> Tensor:
         pending.work.wait()
     except RuntimeError as error:
         raise _peer_lost(error) from error
+    pending.group.status.leave()
     pending.sent = None
     return pending.rows
 
@@ -233,6 +234,7 @@ def send(ctx: Context, x: Tensor) -> Tensor:
             ctx.memo[_SENDING] = [(dist.isend(rows, at.ranks[at.index + 1]), rows)]
     except RuntimeError as error:
         raise _peer_lost(error) from error
+    at.status.leave()
     return x
 
 
@@ -246,6 +248,7 @@ def receive(ctx: Context, positions: Tensor, *, hidden: int, dtype: str) -> Tens
             dist.recv(rows, at.ranks[at.index - 1])
     except RuntimeError as error:
         raise _peer_lost(error) from error
+    at.status.leave()
     return rows
 
 

@@ -20,7 +20,6 @@ from moec.runtime.kernels import kernels_for
 from moec.runtime.launch_status import Status
 from moec.runtime.step import Step
 
-
 if TYPE_CHECKING:
     from moec.runtime.timeline import Recorder
 
@@ -64,6 +63,7 @@ class Executor:
         self._kv, self._groups, self._rank = kv, groups or {}, rank
         self._status = status or Status(rank)
         self._memo: dict[Hashable, Any] = {}
+        self._has_run = False
 
     def record(self, recorder: Recorder) -> None:
         """Have every kernel call from now on recorded."""
@@ -72,6 +72,7 @@ class Executor:
     @torch.inference_mode()
     def run(self, step: Step) -> Tensor:
         """Logits fp32 [L, V] of the rows the step selects. Every rank of the mesh must run its own step."""
+        self._status.phase = self.program.phase
         context = Context(
             step=step,
             mesh=self.program.mesh,
@@ -82,7 +83,11 @@ class Executor:
             status=self._status,
             memo=self._memo,
         )
-        return self._forward(self._kernels, self._weights, context).float()
+        if self._has_run or step.tokens.device.type == "cpu":
+            return self._forward(self._kernels, self._weights, context).float()
+        self._has_run = True
+        with self._status.within("compile", "step"):  # the first step loads the device's libraries
+            return self._forward(self._kernels, self._weights, context).float()
 
     @property
     def dropped(self) -> dict[int, int]:

@@ -153,7 +153,7 @@ class _Run:
 
     def _forward(self, phase: Callable[[Step], Tensor], pieces: Sequence[Piece]) -> Tensor:
         self.place.status.step, self.place.status.layer = self.num_steps, None
-        self.place.status.enter("step")
+        self.place.status.begin("step")
         self.num_steps += 1
         return phase(make_step(pieces, self.place.device))
 

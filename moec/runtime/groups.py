@@ -68,6 +68,7 @@ def make_groups(mesh: Mesh, rank: Rank) -> dict[str, Group]:
         for group in mine.values():
             rank.status.enter(f"join {group.name}")
             dist.all_reduce(torch.zeros(1, device=rank.device), group=group.handle)
+        rank.status.leave()
     except RuntimeError as error:
         if is_peer_loss(error):
             raise PeerLost(first_line(error)) from error

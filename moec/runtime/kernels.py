@@ -7,9 +7,12 @@ in `moec.ops`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+from torch import Tensor
 
 from moec.diagnostics import fail
 from moec.ir import Program, op_of
@@ -22,6 +25,7 @@ from moec.runtime import (
     kernels_torch_rope,
     kernels_triton,
 )
+from moec.runtime.context import Context
 
 Kernel = Callable[..., Any]
 
@@ -48,6 +52,15 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "triton": _named(kernels_triton, "grouped_gate_up"),
 }
 
+#: Operations that a rank says it is in, and the part of a step that their time counts towards.
+TIMED = {
+    "attention": "attention",
+    "mla_attention": "attention",
+    "gate_up": "dense",
+    "grouped_gate_up": "experts",
+    "grouped_linear": "experts",
+}
+
 
 def kernels_for(program: Program) -> SimpleNamespace:
     """The object a phase module calls its kernels on. Raises E0509 for an operation that no kernel serves."""
@@ -60,5 +73,26 @@ def kernels_for(program: Program) -> SimpleNamespace:
                 f"there is no {kernel} kernel for `{op.name}`",
                 f"it has kernels in: {', '.join(known)}" if known else "a pass must lower it first: run all passes",
             )
-    others = {name: SimpleNamespace(**table) for name, table in KERNELS.items() if name != "torch"}
-    return SimpleNamespace(**KERNELS["torch"], **others)
+    tables = {name: {op: _told(name, op, kernel) for op, kernel in table.items()} for name, table in KERNELS.items()}
+    others = {name: SimpleNamespace(**table) for name, table in tables.items() if name != "torch"}
+    return SimpleNamespace(**tables["torch"], **others)
+
+
+def _told(table: str, op: str, kernel: Kernel) -> Kernel:
+    """`kernel`, telling the rank's status what it does and how long it takes. Only where that costs little beside it."""
+    if op not in TIMED:
+        return kernel
+
+    def run(ctx: Context, x: Tensor, *tensors: Tensor, **attributes: Any) -> Any:
+        status = ctx.status
+        since = time.perf_counter_ns()
+        if table == "torch":
+            status.work(op)
+            result = kernel(ctx, x, *tensors, **attributes)
+        else:
+            with status.within("compile", op):  # what takes long in launching a Triton kernel is its compiler
+                result = kernel(ctx, x, *tensors, **attributes)
+        status.worked(TIMED[op], since, x.shape[0])
+        return result
+
+    return run

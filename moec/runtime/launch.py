@@ -4,8 +4,9 @@
    fresh processes take seconds.
 2. Ranks meet over a TCP store on a loopback port that this process binds, so no two runs fight for a port.
 3. Each rank has a pipe to the launcher for its result or its error report. End of file on it means the rank is gone.
-4. The first root cause wins: a killed rank or a rank's own error, over a peer's "connection closed".
-5. Whatever happens, every rank started here is killed and reaped. Ranks also die with the launcher (`die_with`).
+4. A rank that is there but does not answer, or is stuck, is found by what it writes of itself (`watch`).
+5. The first root cause wins: a killed rank or a rank's own error, over a peer's "connection closed".
+6. Whatever happens, every rank started here is killed and reaped. Ranks also die with the launcher (`die_with`).
 """
 
 from __future__ import annotations
@@ -17,40 +18,30 @@ import selectors
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
-from moec.diagnostics import Diagnostic, MoecError
+from moec.diagnostics import MoecError
+from moec.runtime.launch_fault import planted_fault
 from moec.runtime.launch_rank import Rank, die_with, join_timeout, start_rank
-from moec.runtime.launch_report import Report, died, encode_event, report_of
-from moec.runtime.launch_status import SLOT_BYTES, Status, planted_fault, read_place
+from moec.runtime.launch_report import Report, died, encode_event, note_slow, report_of
+from moec.runtime.launch_signals import signals_raise
+from moec.runtime.launch_status import SLOT_BYTES, Status, keep_beating, read_slot
+from moec.runtime.watch import Process, Watch, look_at
 
 #: How long reports of lost peers may wait for the report of the rank that was lost.
 _ROOT_CAUSE_SECONDS = 2.0
-JOIN_VARIABLE = "MOECjoin_timeout()"
+#: How often the launcher looks after its ranks. It wakes up at once for a rank that ends.
+_LOOK_SECONDS = 0.25
+_POLL_SECONDS = 0.1
 
 Main = Callable[[Rank], object]
-
-
-class Stopped(MoecError):
-    """A signal ended the run (E0606). The exit code is 128 plus the signal's number."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(Diagnostic("E0606", f"stopped by {signal.Signals(signum).name}"))
-        self.signum = signum
-
-    @property
-    def exit_code(self) -> int:
-        return 128 + self.signum
 
 
 def run_ranks(main: Main, world: int, *, kind: str = "cpu", threads: int | None = None) -> list[object]:
@@ -59,10 +50,11 @@ def run_ranks(main: Main, world: int, *, kind: str = "cpu", threads: int | None 
     Call it from the main thread of a process that has started no torch threads. `kind`: cpu or cuda.
 
     Raises:
-        MoecError: what a rank raised, E0601 when a rank was killed, E0699 for a bug in a rank, E0606 after a signal.
+        MoecError: what a rank raised, E0601 when a rank was killed, E0620 or E0621 when it is silent or stuck, E0699
+            for a bug in a rank, E0606 after a signal.
         BrokenPipeError: nobody reads the standard output any more.
     """
-    with _signals_raise(), _Crew(main, world, kind, threads) as crew:
+    with signals_raise(), _Crew(main, world, kind, threads) as crew:
         for rank in range(world):
             crew.start(rank)
         crew.close_listener()
@@ -86,12 +78,14 @@ class _Crew:
     def __init__(self, main: Main, world: int, kind: str, threads: int | None) -> None:
         self.main, self.world, self.kind, self.threads = main, world, kind, threads
         self.fault = planted_fault()
+        self.watch = Watch()
         self.members: dict[int, _Member] = {}
         self.slots = mmap.mmap(-1, SLOT_BYTES * world)
         self.selector = selectors.DefaultSelector()
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=world)
         self.port = self.listener.getsockname()[1]
         self.waiting_since: float | None = None
+        self.looked_at = time.monotonic()
 
     def __enter__(self) -> _Crew:
         return self
@@ -127,11 +121,26 @@ class _Crew:
     def wait(self) -> list[object]:
         """Read reports until every rank is done, or one has failed and the cause is known."""
         while self.selector.get_map():
-            for key, _ in self.selector.select(timeout=0.1):
+            for key, _ in self.selector.select(timeout=_POLL_SECONDS):
                 self._read(key.data)
             self._raise_cause()
+            if time.monotonic() - self.looked_at >= _LOOK_SECONDS:
+                self._look()
         self._raise_cause()
         return [self.members[rank].result[0] for rank in range(self.world)]
+
+    def _look(self) -> None:
+        """Raise what is wrong with a rank that is still there, and note which one is slow."""
+        self.looked_at = time.monotonic()
+        there = [rank for rank, member in self.members.items() if member.pid and not member.result]
+        running = {rank: read_slot(self.slot(rank)) for rank in there}
+        if report := self.watch.look(self.looked_at, running, self._process):
+            raise MoecError(report.diagnostic)
+        for note in self.watch.slow(running, self._process):
+            note_slow(note)
+
+    def _process(self, rank: int) -> Process:
+        return look_at(self.members[rank].pid)
 
     def _read(self, rank: int) -> None:
         member = self.members[rank]
@@ -161,7 +170,7 @@ class _Crew:
             how = f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
         else:
             how = f"ended with status {os.WEXITSTATUS(status)} and no result"
-        member.report = died(rank, pid, how, read_place(self.slot(rank)))
+        member.report = died(rank, pid, how, read_slot(self.slot(rank)).place)
 
     def _raise_cause(self) -> None:
         """Raise the first root cause there is; reports of lost peers only when no cause turns up."""
@@ -192,12 +201,13 @@ class _Crew:
     def _work(self, rank: int) -> bytes:
         """Run `main` in this rank; the event that tells the launcher how it went."""
         status = Status(rank, self.slot(rank), self.fault)
+        keep_beating(status)
         try:
             store = self._join(rank) if self.world > 1 else None
             seat = start_rank(rank, self.world, (rank, self.world), self.kind, store, status, self.threads)
             result = self.main(seat)
             sys.stdout.flush()
-            status.enter("shutdown")
+            status.begin("shutdown")
             if self.world > 1:
                 dist.destroy_process_group()
             return encode_event({"result": result})
@@ -221,28 +231,6 @@ class _Crew:
                 master_listen_fd=self.listener.detach(),
             )
         return TCPStore("127.0.0.1", self.port, None, False, join_timeout(), wait_for_workers=False)
-
-
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Turn SIGINT, SIGTERM and SIGHUP into `Stopped`; a second one while cleaning up is ignored."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(signum: int, _: FrameType | None) -> None:
-        for other in before:
-            signal.signal(other, signal.SIG_IGN)
-        raise Stopped(signum)
-
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    for signum in before:
-        signal.signal(signum, stop)
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 def prepare_fork() -> None:

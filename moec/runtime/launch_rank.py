@@ -69,7 +69,7 @@ def start_rank(
     `local`: local rank and number of ranks on this host. `threads`: intra-op threads, the host's cores shared out
     among its ranks when None.
     """
-    status.enter("init")
+    status.begin("setup", "init")
     local_rank, local_world = local
     keep_freed_memory()
     torch.set_num_threads(threads or max(1, num_cores() // local_world))
@@ -79,7 +79,9 @@ def start_rank(
     if world > 1:
         assert store is not None
         backend = "nccl" if device.type == "cuda" else "gloo"
+        status.enter("init")
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
+        status.leave()
     return Rank(rank, world, local_rank, local_world, device, status)
 
 

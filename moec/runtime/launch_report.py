@@ -98,6 +98,13 @@ def died(rank: int, pid: int, how: str, place: Place) -> Report:
     return Report("E0601", f"rank {rank} (pid {pid}) {how}{place}", help)
 
 
+def note_slow(note: str) -> None:
+    """Print a note on standard error, on a line of its own where the text of the run goes to the same terminal."""
+    sys.stdout.flush()
+    sys.stderr.write(f"{chr(10) if sys.stderr.isatty() else ''}moec: note: {note}\n")
+    sys.stderr.flush()
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, without gloo's source position and advice."""
     line = (str(error).strip() or "no message").splitlines()[0]

@@ -24,11 +24,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from moec.diagnostics import EXIT_PEER, MoecError, fail
-from moec.runtime.launch import Stopped
+from moec.runtime.launch_fault import planted_fault
 from moec.runtime.launch_peers import Peers, connect, read_seat
 from moec.runtime.launch_rank import Rank, die_with, start_rank
 from moec.runtime.launch_report import Report, died, report_of
-from moec.runtime.launch_status import Status, planted_fault
+from moec.runtime.launch_signals import Stopped
+from moec.runtime.launch_status import Status
 
 #: How long a rank that lost its peers waits for the rank that knows why.
 _CLAIM_SECONDS = 1.0

@@ -52,8 +52,14 @@ def open_session(artifact: Artifact, folder: Path, rank: Rank, progress: Progres
     mesh = artifact.prefill.mesh
     programs = artifact.stages[rank.rank // mesh.size]
     groups = make_groups(mesh, rank)
-    rank.status.enter("load")
-    tensors = load_rank(programs, folder, rank.rank, rank.device, progress, artifact.programs)
+    rank.status.begin("load")
+
+    def read(done: int, total: int) -> None:
+        rank.status.progressed()
+        if progress is not None:
+            progress(done, total)
+
+    tensors = load_rank(programs, folder, rank.rank, rank.device, read, artifact.programs)
     kv = allocate_kv(programs[0], rank.device)
     prefill, decode = (
         Executor(program, tensors, kv, rank=rank.rank, groups=groups, status=rank.status) for program in programs
