@@ -79,14 +79,22 @@ def import_command(
 def check_command(
     file: File,
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value.")] = None,
+    is_deep: Annotated[
+        bool, typer.Option("--deep", help="Also compile every plan and prove its exchanges over many routing tables.")
+    ] = False,
 ) -> None:
     """Check a .moe file and say what it declares. All errors are shown at once."""
     from moec.grammar.parser import read_source
     from moec.semantics import check
 
-    spec = check(read_source(file), overrides=overrides or [])
+    source = read_source(file)
+    spec = check(source, overrides=overrides or [])
     for plan in spec.plans.values():
-        size = plan.mesh.dp * plan.mesh.tp
+        size = plan.mesh.dp * plan.mesh.tp * plan.mesh.pp
+        if is_deep:
+            from moec.compiler import prove_plan  # here, since it imports torch
+
+            typer.echo(f"{file}: plan {plan.name}: {prove_plan(plan, source.name)} exchanges proved")
         typer.echo(f"{file}: plan {plan.name} runs {plan.model.name} on {size} rank{'s' * (size != 1)}")
     if not spec.plans:
         typer.echo(f"{file}: ok")

@@ -17,7 +17,8 @@ from moec.codegen.phase import render_phase
 from moec.compiler_kernels import compile_kernels
 from moec.diagnostics import CompileError, Diagnostic, SourceFile, did_you_mean
 from moec.grammar.parser import read_source
-from moec.ir import Program
+from moec.ir import Program, op_of
+from moec.ir_proof import prove
 from moec.lowering import lower
 from moec.passes import PASSES
 from moec.passes.base import Pass
@@ -116,3 +117,17 @@ def compile_phase(
     program = lower(plan, plan.prefill if phase == "prefill" else plan.decode, source)
     run_passes(program, pipeline(kernels, stage), observers, stop_after)
     return program
+
+
+def prove_plan(plan: Plan, source: str) -> int:
+    """Compile every phase of every stage and prove its exchanges; how many layers' kinds exchange anything.
+
+    Raises CompileError E0405 where an exchange loses, repeats or misplaces a row.
+    """
+    proved = 0
+    for stage in range(plan.mesh.pp):
+        for phase in PHASES:
+            program = compile_phase(plan, phase, source, stage=stage)
+            prove(program)
+            proved += sum(op_of(node).name == "route" for _, node in program.nodes())
+    return proved

@@ -100,6 +100,8 @@ def _all_to_all_faults(node: fx.Node) -> Faults:
     """The two count lists describe one exchange, the one whose rows travel."""
     rows, *counts = operands(node)
     started = _start(rows, "fan_out")
+    if started is not None and started.kwargs["group"] != node.kwargs["group"]:
+        yield f"an all-to-all over {node.kwargs['group']} takes rows fanned out over {started.kwargs['group']}"
     if not counts:
         if started is None or started.kwargs["bound"] is None:
             yield "an all-to-all of equal pieces takes rows that are not padded"
