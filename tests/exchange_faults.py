@@ -22,7 +22,7 @@ def _rows_of_one_hop_sent_over_the_other(program: Program) -> None:
     set_attrs(back, group="links.local")
 
 
-@fault("aggregate", "computed never", typed=False)
+@fault("aggregate", "computed never", typed=True)
 def _fan_out_for_the_other_hop(program: Program) -> None:
     set_attrs(ops(program, "fan_out")[0], group="links.node")
 
