@@ -25,7 +25,19 @@ def exchange_lines(table: dict[str, Any]) -> Iterator[str]:
     yield f"    {'':<18}{heads}{'time':>14}"
     for found in table["candidates"]:
         yield f"    {_row(found, table['chosen'])}".rstrip()
-    yield from (f"  {line}" for line in (*_reason(table), _by_tokens(table)))
+    yield from (f"  {line}" for line in (*_reason(table), _by_tokens(table), *_overlap(table)))
+
+
+def _overlap(table: dict[str, Any]) -> Iterator[str]:
+    """What was decided about overlap, why, and the time of all sparse layers in each number of chunks."""
+    if (found := table.get("overlap")) is None:
+        return
+    what = {"off": "off", "1": "in one piece, reordered"}.get(found["chosen"], f"in {found['chosen']} chunks")
+    yield f"overlap {what}: {found['reason']}"
+    if found["off_us"] is not None:
+        times = [("off", found["off_us"]), *found["by_chunks"].items()]
+        shown = ", ".join(f"{chunks} {us:.1f} us" for chunks, us in times)
+        yield f"  sparse layers by chunks: {shown}"
 
 
 def _row(found: dict[str, Any], chosen: dict[str, str]) -> str:
@@ -69,10 +81,9 @@ def _best_by(chosen: dict[str, Any], other: dict[str, Any]) -> str:
     faster = other["us"] < chosen["us"]
     term = (min if faster else max)(sorted(more), key=lambda name: more[name])
     factor = other["us"] / chosen["us"]
-    return (
-        f": {_name(other)}, the best other, would take {factor:.2f} times as long,"
-        f" {abs(more[term]):.1f} us {'less' if faster else 'more'} for {SPENT[term]}"
-    )
+    share = f"{factor:.2f} of its time" if faster else f"{factor:.2f} times as long"
+    spent = f"{abs(more[term]):.1f} us {'less' if faster else 'more'} for {SPENT[term]}"
+    return f": {_name(other)}, the best other, would take {share}, {spent}"
 
 
 def _by_tokens(table: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from moec.checked import Phase, Plan
@@ -12,7 +12,7 @@ from moec.ir import Program
 
 
 class ExchangeTables:
-    """An observer of the passes: makes each phase's table after `choose-exchange`, from the program as it then is.
+    """An observer of the passes: makes each phase's table after `choose-exchange`, and what overlap would gain.
 
     `found`: phase -> table. A program that exchanges nothing has none.
     """
@@ -22,8 +22,13 @@ class ExchangeTables:
         self.found: dict[str, dict[str, Any]] = {}
 
     def __call__(self, step: Any, program: Program) -> None:
-        if step.name == "choose-exchange" and program.mesh.ep > 1 and program.experts:
-            phase = self.phases[program.phase]
+        if program.mesh.ep == 1 or not program.experts:
+            return
+        phase = self.phases[program.phase]
+        if step.name == "plan-overlap" and phase.overlap != "off":
+            found = step.compare(replace(program, overlap=phase.overlap))
+            self.found[program.phase]["overlap"] = {"asked": phase.overlap, **asdict(found)}
+        if step.name == "choose-exchange":
             open_to_all = replace(program, exchange="auto", combine="auto", capacity=phase.capacity, drop=phase.drop)
             self.found[program.phase] = table(step.compare(open_to_all), phase, (program.exchange, program.combine))
 
