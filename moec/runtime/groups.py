@@ -7,8 +7,9 @@ Local indices come from the mesh's rank lists and nowhere else.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +29,8 @@ class Announced:
     recv: Tensor
     sends: list[int]
     receives: list[int]
+    #: The largest number that any rank of the group announced to any other.
+    largest: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +44,8 @@ class Group:
     status: Status
     #: The latest counts exchanges, so that an all-to-all can be held against what was announced.
     announced: deque[Announced] = field(default_factory=lambda: deque(maxlen=8), repr=False)
+    #: Tells the messages of one exchange from those of the next. Each rank counts alike; gloo keeps state for each tag.
+    tags: Iterator[int] = field(default_factory=lambda: itertools.cycle(range(256)), repr=False)
 
     @property
     def size(self) -> int:
