@@ -145,9 +145,8 @@ REMARKS = """\
 why the worst rows are off:
   v2, EP8 SM100 with 24 SMs (and less so with 64): copies are issued by the SMs, and 24 of them do not fill 900 GB/s;
     the model has no SM budget, so it predicts a shorter time.
-  v1 low latency, EP8 and the dispatches: 50 to 300 us calls carry a fixed cost beyond two latencies (kernel start, fp8
-    cast, waiting for the last of the peers' counts), of which the model knows only the latencies; over 8 ranks, where
-    the transfer itself is shortest, that weighs most.
+  v1 low latency, EP8 dispatch: the shortest call of all carries a fixed cost beyond two latencies (kernel start, fp8
+    cast, waiting for the last of the peers' counts), which weighs most where the transfer is short.
   v1 normal, EP32 and EP64, and v2 across nodes: published rates come to 87-92% of the port's nominal rate, more than
     the 80% assumed, so predicted times are long."""
 

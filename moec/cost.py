@@ -22,7 +22,7 @@ from moec.ir import Program, is_op, op_of, operands, type_of
 from moec.topology import Cluster, Link
 
 #: What a time is made of. `latency`: of messages; the rest: bytes over a class of link, or arithmetic.
-TERMS = ("latency", *reversed(CLASSES), "compute")
+TERMS: tuple[str, ...] = ("latency", *reversed(CLASSES), "compute")
 
 
 @dataclass(frozen=True)

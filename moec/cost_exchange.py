@@ -139,7 +139,8 @@ class Comparison:
     def _total(self, bare: Estimate, program: Program) -> Estimate:
         """The exchange's operations added up, the mean over the sparse layers where they are not alike."""
         moved, messages = [0.0] * len(CLASSES), [0.0] * len(CLASSES)
-        terms, unknown = dict.fromkeys(TERMS, 0.0), set[str]()
+        terms: dict[str, float] = dict.fromkeys(TERMS, 0.0)
+        unknown: set[str] = set()
         for lowered in self._lower(bare, program):
             sizes = with_tokens(lowered.sizes, program.tokens)
             for cost in (node_cost(sizes, node) for node in lowered.nodes):
