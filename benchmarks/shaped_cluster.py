@@ -2,6 +2,9 @@
 
     sudo python benchmarks/shaped_cluster.py [--clusters 2x2,2x4,4x2] [--experts 64:8,32:4] [--phases decode,prefill]
 
+What is compared: the baseline, which is what engines do without moec, and the lowerings of moec's compiler, run by its
+kernels (`shaped_layer.py`).
+
 A cell is a cluster (nodes x ranks per node), a number of experts with a top-k, and a phase. In each repetition all
 cases run one after the other, so that what else the machine does hits them alike. Per case: the median time from the
 first rank's start to the last rank's end, and the bytes that the nodes' links sent, from the interfaces' own counters
@@ -21,64 +24,58 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the store warns that addresses have no names; read on import
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from shaped import ShapedCluster
+from shaped_layer import TOKENS, Cell, Exchange, ExpertWeights, compile_layer
 from shaped_nodes import ClusterError, traffic
 from torch import Tensor
 
+from moec.ir import Program
+from moec.runtime.context import DTYPES
+from moec.runtime.groups import make_groups
 from moec.runtime.launch_rank import Rank
 
-TOKENS = {"decode": 64, "prefill": 1024}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One column of the table. Expert e lives on rank e // (num_experts / world)."""
-
-    nodes: int
-    ranks_per_node: int
-    num_experts: int
-    top: int
-    phase: str
-    hidden: int = 2048
-    dtype: str = "fp32"
-    seed: int = 0
-
-    @property
-    def world(self) -> int:
-        return self.nodes * self.ranks_per_node
-
-    @property
-    def experts_per_rank(self) -> int:
-        return self.num_experts // self.world
-
-    def __str__(self) -> str:
-        return f"{self.nodes}x{self.ranks_per_node} E={self.num_experts} k={self.top} {self.phase} {self.dtype}"
+#: The lowerings of moec by the names of the table.
+LOWERINGS = {
+    "flat": ("flat", "reduced"),
+    "flat ordered": ("flat", "ordered"),
+    "padded": ("padded", "reduced"),
+    "gather": ("gather", "reduced"),
+    "two_hop": ("two_hop", "reduced"),
+    "aggregate": ("aggregate", "reduced"),
+}
+#: The first case of a table, which the others are held against.
+BASELINE = "per_expert"
 
 
 @dataclass(frozen=True)
 class Seat:
-    """What a case knows besides its tokens: the rank, the cell, and the factor each expert multiplies its rows by."""
+    """What a case knows besides its tokens: the rank, the cell, and the weights of the rank's experts."""
 
     rank: Rank
     cell: Cell
-    factors_E: Tensor
+    params: dict[str, Tensor]
 
-    def experts(self, rows_RD: Tensor, experts_R: Tensor) -> Tensor:
-        """The experts' work, in place. It is cheap, so that what is timed is the exchange."""
-        return rows_RD.mul_(self.factors_E[experts_R].to(rows_RD.dtype).unsqueeze(1))
+    def expert(self, rows_RD: Tensor, slot: int) -> None:
+        """The work of one of this rank's experts, in place."""
+        gate, up, down = (self.params[f"experts.{name}"][slot] for name in ("gate", "up", "down"))
+        torch.mm(F.silu(rows_RD @ gate.T) * (rows_RD @ up.T), down.T, out=rows_RD)
 
 
-Case = Callable[[Seat, Tensor, Tensor, Tensor], Tensor]
+Case = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def per_expert(seat: Seat, tokens_TD: Tensor, ids_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-    """What engines do without moec: one row per (token, expert) by `all_to_all_single`, and back the same way."""
+    """What engines do without moec: one row per (token, expert) by `all_to_all_single`, and back the same way.
+
+    Experts work on the rows where they arrived, which spares this case the sorting that engines do.
+    """
     cell = seat.cell
     order_P = ids_Tk.flatten().argsort(stable=True)
     counts_E = ids_Tk.flatten().bincount(minlength=cell.num_experts)
@@ -88,18 +85,12 @@ def per_expert(seat: Seat, tokens_TD: Tensor, ids_Tk: Tensor, weights_Tk: Tensor
     rows_PD = tokens_TD[order_P // cell.top]
     rows_RD = rows_PD.new_empty(sum(receives), cell.hidden)
     dist.all_to_all_single(rows_RD, rows_PD, receives, sends)
-    first = seat.rank.rank * cell.experts_per_rank
-    held = torch.arange(first, first + cell.experts_per_rank).repeat(cell.world)
-    rows_RD = seat.experts(rows_RD, held.repeat_interleave(recv_E))
+    for i, piece in enumerate(rows_RD.split(recv_E.tolist())):
+        if len(piece):
+            seat.expert(piece, i % cell.experts_per_rank)
     dist.all_to_all_single(rows_PD, rows_RD, sends, receives)
     pairs_TkD = rows_PD[order_P.argsort()].view(-1, cell.top, cell.hidden)
     return torch.bmm(weights_Tk.to(pairs_TkD.dtype).unsqueeze(1), pairs_TkD).squeeze(1)
-
-
-#: What is compared: name -> what one rank does. The first one is what the others are held against.
-CASES: dict[str, Case] = {
-    "per_expert": per_expert,
-}
 
 
 # --- inside a rank ------------------------------------------------------------------------------------------------
@@ -123,34 +114,44 @@ def crossing_rows(cell: Cell, rank: int, ids_Tk: Tensor) -> int:
     return int(touched_TN.sum())
 
 
-def run_cell(rank: Rank, cell: Cell, repeats: int) -> dict[str, object]:
+def run_cell(rank: Rank, cell: Cell, programs: dict[str, Program], repeats: int) -> dict[str, object]:
     """Every case `repeats` times, after a first time that is checked and not counted.
 
     Gives `rows` (`crossing_rows`) and per case a list of [start s, end s, bytes sent by the node, bytes received].
     """
-    tokens_TD, ids_Tk, weights_Tk = route(cell, rank.rank)
-    seat = Seat(rank, cell, 0.5 + torch.arange(cell.num_experts) / cell.num_experts)
-    wanted_TD = tokens_TD.float() * (weights_Tk * seat.factors_E[ids_Tk]).sum(1, keepdim=True)
-    limit = 1e-5 if cell.dtype == "fp32" else 5e-2
-    cases: dict[str, Case] = {"nothing": lambda _seat, tokens, _ids, _weights: tokens, **CASES}
+    batch = route(cell, rank.rank)
+    weights = ExpertWeights.of(cell)
+    wanted_TD = weights.reference(*batch)
+    limit = 5e-5 if cell.dtype == "fp32" else 1e-1
+    cases = make_cases(rank, cell, programs, weights)
     samples: dict[str, list[tuple[float, float, int, int]]] = {name: [] for name in cases}
     for repeat in range(repeats + 1):
         for name, case in cases.items():
-            out_TD, sample = timed(case, seat, tokens_TD, ids_Tk, weights_Tk)
+            out_TD, sample = timed(case, *batch)
             if repeat:
                 samples[name].append(sample)
             elif name != "nothing" and (worst := float((out_TD.float() - wanted_TD).abs().max())) > limit:
                 raise ValueError(f"{name} is wrong by {worst:.2g} in {cell}")
-    return {"rows": crossing_rows(cell, rank.rank, ids_Tk), **samples}
+    return {"rows": crossing_rows(cell, rank.rank, batch[1]), **samples}
 
 
-def timed(case: Case, seat: Seat, *args: Tensor) -> tuple[Tensor, tuple[float, float, int, int]]:
+def make_cases(rank: Rank, cell: Cell, programs: dict[str, Program], weights: ExpertWeights) -> dict[str, Case]:
+    """What is compared by name, and `nothing`."""
+    first = rank.rank * cell.experts_per_rank
+    seat = Seat(rank, cell, weights.part(range(first, first + cell.experts_per_rank)))
+    cases: dict[str, Case] = {"nothing": lambda tokens, _ids, _weights: tokens, BASELINE: partial(per_expert, seat)}
+    groups = make_groups(next(iter(programs.values())).mesh, rank) if programs else {}
+    return cases | {name: Exchange(program, groups, rank, weights).run for name, program in programs.items()}
+
+
+@torch.inference_mode()
+def timed(case: Case, *args: Tensor) -> tuple[Tensor, tuple[float, float, int, int]]:
     """A case's output, start, end, and what the node's link carried, three barriers included."""
     dist.barrier()
     before = traffic()
     dist.barrier()  # no rank sends before all have read the counters
     start = time.monotonic()
-    out = case(seat, *args)
+    out = case(*args)
     end = time.monotonic()
     dist.barrier()
     carried = traffic() - before
@@ -175,13 +176,13 @@ class Row:
         return statistics.median(self.times_s)
 
 
-def measure(cluster: ShapedCluster, cell: Cell, repeats: int) -> list[Row]:
-    """The rows of a cell, in order of the cases.
+def measure(cluster: ShapedCluster, cell: Cell, repeats: int, programs: dict[str, Program]) -> list[Row]:
+    """The rows of a cell: the baseline and each of `programs`.
 
     Raises:
         ClusterError: a rank failed, or the output of a case was wrong.
     """
-    ranks = cluster.run(run_cell, cell, repeats)
+    ranks = cluster.run(run_cell, cell, programs, repeats)
     bound = 2 * sum(rank["rows"] for rank in ranks) * cell.hidden * DTYPES[cell.dtype].itemsize
     leaders = ranks[:: cell.ranks_per_node]  # all ranks of a node read the same counters
 
@@ -189,7 +190,7 @@ def measure(cluster: ShapedCluster, cell: Cell, repeats: int) -> list[Row]:
         return round(statistics.median([sum(int(rank[case][i][2]) for rank in leaders) for i in range(repeats)]))
 
     rows = []
-    for case in CASES:
+    for case in (BASELINE, *programs):
         spans = [[rank[case][i] for rank in ranks] for i in range(repeats)]
         times = [max(end for _, end, *_ in span) - min(start for start, *_ in span) for span in spans]
         rows.append(Row(cell, case, times, sent(case) - sent("nothing"), bound))
@@ -217,6 +218,7 @@ def main() -> int:
     parser.add_argument("--clusters", default="2x2,2x4,4x2", help="nodes x ranks per node")
     parser.add_argument("--experts", default="64:8,32:4", help="experts : top-k")
     parser.add_argument("--phases", default="decode,prefill")
+    parser.add_argument("--cases", default=",".join(LOWERINGS), help="lowerings that are held against the baseline")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--mbit", type=int, default=400, help="of each node's link, per direction")
@@ -230,7 +232,8 @@ def main() -> int:
                 for num_experts, top in numbers(options.experts, ":"):
                     for phase in options.phases.split(","):
                         cell = Cell(nodes, ranks_per_node, num_experts, top, phase, options.hidden, options.dtype)
-                        rows = measure(cluster, cell, options.repeats)
+                        programs = {name: compile_layer(cell, *LOWERINGS[name]) for name in options.cases.split(",")}
+                        rows = measure(cluster, cell, options.repeats, programs)
                         show(rows)
                         table += rows
     except ClusterError as error:

@@ -90,10 +90,12 @@ def test_ranks_exchange_over_links_that_count_and_leave_nothing() -> None:
 
 
 @needs_cluster
-def test_bytes_of_the_baseline_and_the_bound_follow_from_the_routing() -> None:
+def test_bytes_follow_from_the_routing_and_two_hop_sends_the_fewest() -> None:
+    """Each case's output is checked by the benchmark itself."""
     cell = bench.Cell(2, 2, num_experts=16, top=4, phase="decode", hidden=2048)
+    programs = {name: bench.compile_layer(cell, *bench.LOWERINGS[name]) for name in ("two_hop", "flat ordered")}
     with shaped.ShapedCluster(2, 2) as cluster:
-        row = next(row for row in bench.measure(cluster, cell, repeats=1) if row.case == "per_expert")
+        row, two_hop, ordered = bench.measure(cluster, cell, 1, programs)
     crossing = distinct = 0
     for rank in range(4):
         _, ids, _ = bench.route(cell, rank)
@@ -104,11 +106,21 @@ def test_bytes_of_the_baseline_and_the_bound_follow_from_the_routing() -> None:
     row_bytes = 2 * cell.hidden * 4  # out and back
     assert row.bound_bytes == distinct * row_bytes
     assert crossing * row_bytes < row.sent_bytes < 1.03 * crossing * row_bytes
+    assert row.bound_bytes < two_hop.sent_bytes < 1.10 * row.bound_bytes < ordered.sent_bytes
+    assert [r.case for r in (row, two_hop, ordered)] == ["per_expert", "two_hop", "flat ordered"]
+
+
+@needs_cluster
+def test_a_wrong_output_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "per_expert", lambda seat, tokens, ids, weights: tokens)
+    with shaped.ShapedCluster(2, 1) as cluster, pytest.raises(nodes.ClusterError, match="per_expert is wrong by"):
+        bench.measure(cluster, bench.Cell(2, 1, num_experts=4, top=2, phase="decode", hidden=64), 1, {})
 
 
 @needs_cluster
 def test_interrupting_the_benchmark_leaves_nothing() -> None:
     command = [sys.executable, "shaped_cluster.py", "--clusters", "2x2", "--hidden", "64", "--repeats", "2"]
+    command += ["--cases", "flat"]
     run = subprocess.Popen(
         command,
         cwd=BENCHMARKS,
