@@ -107,7 +107,7 @@ class Comparison:
 
     def cheapest(self, among: Sequence[Candidate], tokens: int | None = None) -> Candidate:
         """The cheapest of `among`; the first of them where a link's rate is not known."""
-        eligible = [found for c in among if (found := self.estimate(c, tokens)).is_eligible]
+        eligible = [self.estimate(c, tokens) for c in among if _standing(self.program, c)[1]]
         times = [found.us for found in eligible if found.us is not None]
         if not times or len(times) < len(eligible):
             return among[0]
