@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import fx
 
 from moec.ir_equality import program_key
+from moec.layout import WHOLE, Layout, Placed, Shard
 from moec.mesh import Mesh
 from moec.placement import Placement
 from moec.topology import Cluster
@@ -28,79 +29,6 @@ from moec.topology import Cluster
 if TYPE_CHECKING:
     from moec.ops import Op
 Dim = int | str
-
-
-@dataclass(frozen=True)
-class Replicate:
-    """Every rank of the axis holds the same whole value."""
-
-    def __str__(self) -> str:
-        return "R"
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Equal pieces along `dim`; `copies` neighbouring ranks hold the same piece (KV heads fewer than tp)."""
-
-    dim: int
-    copies: int = 1
-
-    def __str__(self) -> str:
-        return f"S{self.dim}" if self.copies == 1 else f"S{self.dim}x{self.copies}"
-
-
-@dataclass(frozen=True)
-class Partial:
-    """The value is the sum over the ranks of the axis."""
-
-    def __str__(self) -> str:
-        return "P"
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A parameter whose dim 0 counts experts, dealt to the ranks by placement table `table`."""
-
-    table: str
-
-    def __str__(self) -> str:
-        return f"placed({self.table})"
-
-
-@dataclass(frozen=True)
-class Routed:
-    """Rows scattered by routing table `table`, that lie where `at` says: home, node, local, expert or grouped.
-
-    `moec.ops_exchange` tells what each means and which operation moves rows from one to the next.
-    """
-
-    table: str
-    at: str
-
-    def __str__(self) -> str:
-        return f"{self.at}({self.table})"
-
-
-Place = Replicate | Shard | Partial | Placed | Routed
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A mesh view and a placement for each of its axes of more than one rank. View None: whole, fits every view."""
-
-    view: str | None = None
-    places: tuple[tuple[str, Place], ...] = ()
-
-    def on(self, axis: str) -> Place:
-        return dict(self.places).get(axis, Replicate())
-
-    def with_place(self, axis: str, place: Place) -> Layout:
-        return replace(self, places=tuple((a, place if a == axis else p) for a, p in self.places))
-
-
-def layout(mesh: Mesh, view: str, **places: Place) -> Layout:
-    """The layout on `view` with the given placements, `Replicate` on the other axes."""
-    return Layout(view, tuple((axis, places.get(axis, Replicate())) for axis in mesh.axes(view)))
 
 
 @dataclass(frozen=True)
@@ -136,7 +64,7 @@ class Param:
     parts: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
-    layout: Layout = Layout()
+    layout: Layout = WHOLE
     dim: int = 0
 
     def local_shape(self, mesh: Mesh, placements: dict[str, Placement]) -> tuple[Dim, ...]:
@@ -163,7 +91,7 @@ class State:
 
     shape: tuple[int, ...]
     dtype: str
-    layout: Layout = Layout()
+    layout: Layout = WHOLE
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         shape = list(self.shape)

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import fx
 
-from moec import ops_attention, ops_comm, ops_dense, ops_exchange, ops_moe  # noqa: F401  (importing them fills the table)
-from moec.ir import Body, Loc, Param, Program, Shard, Type, is_op, layout, loc_of, op_of, results_of, type_of
+from moec import ops_attention, ops_comm, ops_dense, ops_exchange, ops_moe, ops_pairs  # noqa: F401  (importing them fills the table)
+from moec.ir import Body, Loc, Param, Program, Type, is_op, loc_of, op_of, results_of, type_of
+from moec.layout import Shard, layout
 from moec.ops import OPS, Op
 
 

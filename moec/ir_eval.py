@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, fx
 
 from moec import ir_eval_local
-from moec.ir import Body, Param, Placed, Program, Replicate, Run, Shard, is_op, op_of, results_of, type_of
+from moec.ir import Body, Param, Program, Run, is_op, op_of, results_of, type_of
 from moec.ir_eval_comm import COLLECTIVES
 from moec.ir_eval_exchange import EXCHANGE
+from moec.layout import Placed, Replicate, Shard
 from moec.placement import balanced
 
 Ranks = list[Tensor]

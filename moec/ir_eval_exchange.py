@@ -5,6 +5,7 @@ A message is a row of fp64 numbers: the hidden state, then k expert ids, then k 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -96,7 +97,7 @@ def count_pairs(ctx: Context, ids: Tensor, recv: Tensor) -> Tensor:
     """Pairs among the rows that came from each rank."""
     valid = (ids >= 0).sum(1).tolist()
     starts = [0, *recv.cumsum(0).tolist()]
-    return torch.tensor([sum(valid[a:b]) for a, b in zip(starts, starts[1:], strict=False)], dtype=torch.int64)
+    return torch.tensor([sum(valid[a:b]) for a, b in itertools.pairwise(starts)], dtype=torch.int64)
 
 
 def fan_in(ctx: Context, rows: Tensor, origin: Tensor, ids: Tensor, table: str) -> Tensor:

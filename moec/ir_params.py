@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moec.ir import Layout, Param, Placed, Program, Replicate, Shard
+from moec.ir import Param, Program
+from moec.layout import Layout, Placed, Replicate, Shard
 from moec.mesh import VIEWS
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from moec.ir import Program, Shard, layout, op_of
+from moec.ir import Program, op_of
 from moec.ir_verifier_flow import returned_type
+from moec.layout import Shard, layout
 
 Faults = Iterator[str]
 

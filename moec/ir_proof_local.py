@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from moec.ir import Param, Placed, Shard
+from moec.ir import Param
 from moec.ir_proof_rank import Here
 from moec.ir_proof_rows import (
     Column,
@@ -25,6 +25,7 @@ from moec.ir_proof_rows import (
     same_tokens,
     terms_of,
 )
+from moec.layout import Placed, Shard
 from moec.placement import balanced
 
 # --- out ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from lark import Token, Transformer, v_args
 
-from moec.ir import Layout, Partial, Place, Placed, Replicate, Routed, Shard, Type
+from moec.ir import Type
+from moec.layout import Layout, Partial, Place, Placed, Replicate, Routed, Shard
 
 
 class ReadError(Exception):

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import fx
 
-from moec.ir import Body, Layout, Loc, Program, Run, Type, is_op, loc_of, op_of, results_of, type_of
+from moec.ir import Body, Loc, Program, Run, Type, is_op, loc_of, op_of, results_of, type_of
+from moec.layout import Layout
 from moec.topology import Link
 
 
@@ -23,7 +24,8 @@ def print_program(program: Program) -> str:
     mesh = p.mesh
     lines = [
         f"program {p.phase} {_text(p.name)} from {_text(p.source)}",
-        f"mesh dp={mesh.dp} tp={mesh.tp} edp={mesh.edp} ep={mesh.ep} etp={mesh.etp}{_unless(1, nodes=mesh.nodes)}{_unless(1, pp=mesh.pp)}",
+        f"mesh dp={mesh.dp} tp={mesh.tp} edp={mesh.edp} ep={mesh.ep} etp={mesh.etp}"
+        f"{_unless(1, nodes=mesh.nodes)}{_unless(1, pp=mesh.pp)}",
         *_cluster_lines(p),
         f"step tokens={p.tokens} slots={p.slots} context={p.context} dtype={p.dtype}"
         f" exchange={p.exchange} strategy={p.strategy}{_unless('ordered', combine=p.combine)}"

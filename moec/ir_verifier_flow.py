@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 from torch import fx
 
-from moec.ir import Body, Program, Replicate, Shard, State, Type, is_op, op_of, operands, results_of, type_of
+from moec.ir import Body, Program, State, Type, is_op, op_of, operands, results_of, type_of
+from moec.layout import Replicate, Shard
 
 Faults = Iterator[str]
 

@@ -4,7 +4,7 @@ One entry fixes name, attributes, number of results, shape rule, layout rule, si
 speaks of one mesh axis at a time: given how each argument lies on that axis it gives how the result lies, or refuses.
 The refusals are the compiler's type system: a `Partial` is never added to a `Replicate`, routed rows are never
 read as token rows. The operations themselves: `ops_dense` products and activations; `ops_attention` attention;
-`ops_moe` routing and experts; `ops_comm` what moves.
+`ops_moe` routing and experts; `ops_exchange` and `ops_pairs` what brings rows there and back; `ops_comm` what moves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from moec.ir import Dim, Layout, Partial, Place, Replicate, Shard, Type
+from moec.ir import Dim, Type
+from moec.layout import Layout, Partial, Place, Replicate, Shard
 from moec.mesh import VIEWS, Mesh
 from moec.ops_attributes import attribute_fault
 from moec.placement import Placement

@@ -5,7 +5,7 @@ Legend: T rows, H heads (local), K KV heads (local), d head dim, C latent rank.
 
 from __future__ import annotations
 
-from moec.ir import Replicate, Shard
+from moec.layout import Replicate, Shard
 from moec.ops import (
     Call,
     Op,

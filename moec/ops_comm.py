@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moec.ir import Layout, Partial, Place, Replicate, Shard
+from moec.layout import Layout, Partial, Place, Replicate, Shard
 from moec.ops import (
     Call,
     LayoutRule,

@@ -5,7 +5,7 @@ Legend: T rows, D hidden, H heads, d head dim, V vocabulary, I inner.
 
 from __future__ import annotations
 
-from moec.ir import Partial, Replicate, Shard
+from moec.layout import Partial, Replicate, Shard
 from moec.ops import (
     Call,
     Op,

@@ -1,22 +1,24 @@
-"""How token rows get to their experts and back: the operations every lowering of an exchange is made of.
+"""How token rows travel to their experts and back: the operations every lowering of an exchange is made of.
 
 One hop takes rows to one part of their way: `fan_out` makes one message per row and destination (a row that several
 experts at one destination want goes there once), an all-to-all moves the messages, `open_rows` reads them. At the
 experts' rank `group_rows` sorts (row, expert) pairs by expert; `reduce_rows` weighs and sums what the experts gave
 for each row. On the way back `fan_in` sums, per row, what its destinations returned.
 
-Where a row is, on the ep axis: at `home`; half-way, in the right `node` or at the right `local` place of another; at its
-`expert`s' rank as it arrived; or there `grouped` by expert. Symbols: P messages leave home, H arrive half-way, Q leave
-from there, R arrive at the experts, X pairs are served there, K pairs come back home; numbers where padded.
+Where a row is, on the ep axis: at `home`; half-way, in the right `node` or at the right `local` place of another; at
+its `expert`s' rank as it arrived; or there `grouped` by expert. Symbols: P messages leave home, H arrive half-way, Q
+leave from there, R arrive at the experts, X pairs are served there, K pairs come back home; numbers where padded.
 
 A step cut in chunks has the symbols of each chunk apart: T.0, P.0, X.0 and T.1, P.1, X.1.
 
-Legend: D hidden, W bytes of a message, k top-k, n ranks of the group, M experts held.
+What happens to the rows at their experts is in `moec.ops_pairs`. Legend: D hidden, W bytes of a message, k top-k,
+n ranks of the group.
 """
 
 from __future__ import annotations
 
-from moec.ir import Dim, Partial, Place, Replicate, Routed, Shard
+from moec.ir import Dim
+from moec.layout import Partial, Place, Replicate, Routed, Shard
 from moec.ops import (
     Call,
     Op,
@@ -52,18 +54,12 @@ def message_bytes(hidden: int, dtype: str, top: int) -> int:
     return -(-hidden * WIDTH[dtype] // 8) * 8 + 8 * top
 
 
-def held(call: Call) -> Dim:
-    """Experts on this rank under the placement table: a number, or M where ranks differ."""
-    placement = call.placement()
-    return placement.counts[0] if placement.is_even else "M"
-
-
 def at(place: Place) -> str:
     """Where routed rows lie; rows of tokens are at home."""
     return place.at if isinstance(place, Routed) else "home" if place == Shard(0) else ""
 
 
-def _group_size(call: Call) -> int:
+def group_size(call: Call) -> int:
     group = call.attrs["group"]
     call.require(group in call.mesh.groups(), f"{call.op.name} runs on {group}, which this mesh does not have")
     return len(call.mesh.groups()[group][0])
@@ -73,6 +69,21 @@ def _where(call: Call, index: int) -> str:
     return at(call.types[index].layout.on("ep"))
 
 
+def rows_only(call: Call, axis: str, places: Places) -> Places:
+    """On the other axes rows stay as they are: cut, or whole."""
+    if len(set(places)) == 1 and places[0] in (Replicate(), Shard(0)):
+        return (places[0],) * call.op.num_results
+    raise refuse(call, axis, places)
+
+
+def sum_of_parts(call: Call, axis: str, rows: Place, *others: Place) -> Places:
+    """A sum over rows of values that may be partial on this axis, where the rest is whole."""
+    known = set(others)
+    if len(known) == 1 and (rows in known or (rows == Partial() and known == {Replicate()})):
+        return (rows,)
+    raise refuse(call, axis, (rows, *others))
+
+
 # --- out ---------------------------------------------------------------------------------------------------------
 
 
@@ -80,7 +91,7 @@ def _fan_out_shape(call: Call) -> Shapes:
     (rows, hidden), ids, weights = (call.shape(i) for i in range(3))
     call.require(ids == weights, f"ids are {ids}, weights {weights}")
     call.same_dims(rows, ids[0], "rows and rows of ids")
-    bound, num_ranks = call.attrs["bound"], _group_size(call)
+    bound, num_ranks = call.attrs["bound"], group_size(call)
     sent: Dim = symbol(_SENT.get(_where(call, 0), "?"), rows) if bound is None else bound * num_ranks
     width = message_bytes(local_dim(hidden, "hidden"), call.dtype(0), local_dim(ids[1], "top"))
     return (((sent, width), "bytes"), ((num_ranks,), "i64"), ((sent,), "i64"))
@@ -91,28 +102,21 @@ def _fan_out_place(call: Call, axis: str, places: Places) -> Places:
     if len(set(places)) != 1:
         raise refuse(call, axis, places)
     if axis != "ep":
-        return _rows_only(call, axis, places)
+        return rows_only(call, axis, places)
     where = at(places[0])
     if (call.attrs["group"], where) in HOPS and places[0] in (Shard(0), Routed(table, where)):
         return (Routed(table, where),) * 3
     raise refuse(call, axis, places, f"from here rows do not go over {call.attrs['group']}")
 
 
-def _rows_only(call: Call, axis: str, places: Places) -> Places:
-    """On the other axes rows stay as they are: cut, or whole."""
-    if len(set(places)) == 1 and places[0] in (Replicate(), Shard(0)):
-        return (places[0],) * call.op.num_results
-    raise refuse(call, axis, places)
-
-
 def _counts_shape(call: Call) -> Shapes:
-    call.require(call.shape(0) == (_group_size(call),), f"{call.shape(0)} counts for {_group_size(call)} ranks")
+    call.require(call.shape(0) == (group_size(call),), f"{call.shape(0)} counts for {group_size(call)} ranks")
     return ((call.shape(0), "i64"),)
 
 
 def _forward(call: Call, axis: str, places: Places) -> Places:
     if axis != group_axis(call):
-        return _rows_only(call, axis, places)
+        return rows_only(call, axis, places)
     table, where = call.attrs["table"], at(places[0])
     if places == (Routed(table, where),) and (call.attrs["group"], where) in HOPS:
         return (Routed(table, HOPS[call.attrs["group"], where]),)
@@ -122,7 +126,7 @@ def _forward(call: Call, axis: str, places: Places) -> Places:
 def _all_to_all_shape(call: Call) -> Shapes:
     rows, width = call.shape(0)
     where, group, back = _where(call, 0), call.attrs["group"], call.attrs["back"]
-    num_ranks = _group_size(call)
+    num_ranks = group_size(call)
     if len(call.types) == 1:  # equal pieces
         call.require(
             local_dim(rows, "rows of a padded exchange") % num_ranks == 0, f"{rows} rows for {num_ranks} ranks"
@@ -173,78 +177,6 @@ def _open_place(call: Call, axis: str, places: Places) -> Places:
     return places * 3
 
 
-# --- at the experts ----------------------------------------------------------------------------------------------
-
-
-def _group_shape(call: Call) -> Shapes:
-    (rows, hidden), (routed, _) = call.shape(0), call.shape(1)
-    call.same_dims(rows, routed, "rows and rows of ids")
-    pairs = symbol("X", rows)
-    return (((pairs, hidden), call.dtype(0)), ((held(call),), "i32"), ((pairs,), "i64"))
-
-
-def _group_place(call: Call, axis: str, places: Places) -> Places:
-    """Rows at their experts, or whole on every rank (each then takes the pairs of its own experts)."""
-    if axis != "ep":
-        return _rows_only(call, axis, places)
-    table = call.attrs["table"]
-    if set(places) in ({Routed(table, "expert")}, {Replicate()}):
-        return (Routed(table, "grouped"),) * 3
-    raise refuse(call, axis, places)
-
-
-def _reduce_shape(call: Call) -> Shapes:
-    (rows, hidden), (pairs,), (out, _) = (call.shape(i) for i in range(3))
-    call.same_dims(rows, pairs, "rows and pairs")
-    return (((out, hidden), call.dtype(0)),)
-
-
-def _reduce_place(call: Call, axis: str, places: Places) -> Places:
-    rows, pairs, weights = places
-    table = call.attrs["table"]
-    if axis == "ep":
-        if rows == pairs == Routed(table, "grouped"):
-            if weights == Routed(table, "expert"):
-                return (weights,)
-            if weights == Replicate():
-                return (Partial(),)
-        raise refuse(call, axis, places)
-    return _sum_of_parts(call, axis, rows, pairs, weights)
-
-
-def _sum_of_parts(call: Call, axis: str, rows: Place, *others: Place) -> Places:
-    """A sum over rows of values that may be partial on this axis, where the rest is whole."""
-    known = set(others)
-    if len(known) == 1 and (rows in known or (rows == Partial() and known == {Replicate()})):
-        return (rows,)
-    raise refuse(call, axis, (rows, *others))
-
-
-def _return_shape(call: Call) -> Shapes:
-    call.same_dims(call.shape(0)[0], call.shape(1)[0], "rows and pairs")
-    return ((call.shape(0), call.dtype(0)),)
-
-
-def _return_place(call: Call, axis: str, places: Places) -> Places:
-    rows, pairs = places
-    if axis == "ep":
-        if isinstance(rows, Routed) and rows.at == "grouped" and pairs == rows:
-            return (Routed(rows.table, "expert"),)
-        raise refuse(call, axis, places)
-    return _sum_of_parts(call, axis, rows, pairs)
-
-
-def _pair_counts_shape(call: Call) -> Shapes:
-    call.require(base_symbol(call.shape(0)[0]) == "R", "pairs are counted where rows arrived at their experts")
-    return ((call.shape(1), "i64"),)
-
-
-def _alike(call: Call, axis: str, places: Places) -> Places:
-    if len(set(places)) == 1:
-        return places[:1]
-    raise refuse(call, axis, places)
-
-
 # --- back --------------------------------------------------------------------------------------------------------
 
 
@@ -257,38 +189,11 @@ def _fan_in_shape(call: Call) -> Shapes:
 def _fan_in_place(call: Call, axis: str, places: Places) -> Places:
     rows, origin, ids = places
     if axis != "ep":
-        return _sum_of_parts(call, axis, rows, origin, ids)
+        return sum_of_parts(call, axis, rows, origin, ids)
     table, where = call.attrs["table"], at(ids)
     if rows == origin == Routed(table, where) and ids in (Shard(0), Routed(table, where)) and where != "expert":
         return (ids,)
     raise refuse(call, axis, places)
-
-
-def _pair_order_shape(call: Call) -> Shapes:
-    return (((symbol("K", call.shape(0)[0]),), "i64"), ((_group_size(call),), "i64"))
-
-
-def _pair_order_place(call: Call, axis: str, places: Places) -> Places:
-    if axis != "ep":
-        return _rows_only(call, axis, places)
-    if places == (Shard(0),):
-        return (Routed(call.attrs["table"], "home"),) * 2
-    raise refuse(call, axis, places)
-
-
-def _combine_shape(call: Call) -> Shapes:
-    (rows, hidden), (pairs,), (tokens, _) = (call.shape(i) for i in range(3))
-    call.same_dims(rows, pairs, "rows and order")
-    return (((tokens, hidden), call.dtype(0)),)
-
-
-def _combine_place(call: Call, axis: str, places: Places) -> Places:
-    rows, order, weights = places
-    if axis == "ep":
-        if rows == order == Routed(call.attrs["table"], "home") and weights == Shard(0):
-            return (Shard(0),)
-        raise refuse(call, axis, places)
-    return _sum_of_parts(call, axis, rows, order, weights)
 
 
 ROWS = ("float", "i64", "fp32")
@@ -300,10 +205,4 @@ collective(
 )
 register(Op("all_to_all.wait", ("row",), _wait_shape, lambda call, axis, places: places))
 register(Op("open_rows", ("bytes",), _open_shape, _open_place, ("hidden", "top", "dtype"), num_results=3))
-register(Op("group_rows", ("float", "i64"), _group_shape, _group_place, ("table",), num_results=3))
-register(Op("reduce_rows", ROWS, _reduce_shape, _reduce_place, ("table",)))
-register(Op("return_rows", ("float", "i64"), _return_shape, _return_place))
-register(Op("count_pairs", ("i64", "i64"), _pair_counts_shape, _alike))
 register(Op("fan_in", ("float", "i64", "i64"), _fan_in_shape, _fan_in_place, ("table",)))
-register(Op("pair_order", ("i64",), _pair_order_shape, _pair_order_place, ("table", "group"), num_results=2))
-register(Op("combine", ROWS, _combine_shape, _combine_place, ("table",)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moec.ir import Dim, Partial, Placed, Replicate, Routed, Shard
+from moec.ir import Dim
+from moec.layout import Partial, Placed, Replicate, Routed, Shard
 from moec.ops import (
     Call,
     Op,

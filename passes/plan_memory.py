@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from moec.cost_sizes import WIDTH, bounds
 from moec.diagnostics import CompileError, Diagnostic
-from moec.ir import Body, Dim, Memory, Placed, Program, Type, is_op, op_of
+from moec.ir import Body, Dim, Memory, Program, Type, is_op, op_of
+from moec.layout import Placed
 from moec.passes.base import Pass
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from moec.ir import Body, Param, Partial, Place, Program, Shard, State, Type, is_op, layout, output_of, type_of
+from moec.ir import Body, Param, Program, State, Type, is_op, output_of, type_of
 from moec.ir_build import Builder, reinfer
+from moec.layout import Partial, Place, Shard, layout
 from moec.passes.base import Pass
 
 #: Parameters cut by their output rows (column parallel) and those cut by their input columns (row parallel).

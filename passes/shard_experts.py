@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from moec.ir import Body, Partial, Placed, Program, Shard, is_op, layout, op_of, type_of
+from moec.ir import Body, Program, is_op, op_of, type_of
 from moec.ir_build import Builder, reinfer
+from moec.layout import Partial, Placed, Shard, layout
 from moec.passes.base import Pass
 
 #: Dim that etp cuts: the inner width of the expert.

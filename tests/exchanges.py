@@ -11,6 +11,7 @@ from torch import Tensor
 from moec.placement import Placement
 from moec.runtime import kernels_torch_exchange as x
 from moec.runtime import kernels_torch_moe as k
+from moec.runtime import kernels_torch_pairs as pairing
 from moec.runtime.context import DROPPED, Context
 from tests.contexts import context
 
@@ -93,9 +94,9 @@ def open_rows(ctx: Context, message: Tensor, like: Batch) -> Batch:
 def serve(ctx: Context, batch: Batch, experts: Experts, served: list[int]) -> Tensor:
     """What this rank's experts give for each row; adds to the pairs it has served."""
     held = ctx.placements["routed"].slots[ctx.rank]
-    rows, offsets, pairs = x.group_rows(ctx, *batch[:2], table="routed")
+    rows, offsets, pairs = pairing.group_rows(ctx, *batch[:2], table="routed")
     served[ctx.rank] += pairs.shape[0]
-    return x.reduce_rows(ctx, experts(rows, offsets, held), pairs, batch[2], table="routed")
+    return pairing.reduce_rows(ctx, experts(rows, offsets, held), pairs, batch[2], table="routed")
 
 
 def ordered(batches: list[Batch], placement: Placement, experts: Experts) -> tuple[list[Tensor], list[int]]:
@@ -111,16 +112,16 @@ def ordered(batches: list[Batch], placement: Placement, experts: Experts) -> tup
     given, sizes, served = [], [], []
     for ctx, message, recv in zip(ctxs, arrived, came, strict=True):
         rows, ids, _ = open_rows(ctx, message, batches[0])
-        grouped, offsets, pairs = x.group_rows(ctx, rows, ids, table="routed")
-        given.append(x.return_rows(ctx, experts(grouped, offsets, placement.slots[ctx.rank]), pairs))
-        sizes.append(x.count_pairs(ctx, ids, torch.tensor(recv)).tolist())
+        grouped, offsets, pairs = pairing.group_rows(ctx, rows, ids, table="routed")
+        given.append(pairing.return_rows(ctx, experts(grouped, offsets, placement.slots[ctx.rank]), pairs))
+        sizes.append(pairing.count_pairs(ctx, ids, torch.tensor(recv)).tolist())
         served.append(len(pairs))
     home, came = swap(ctxs, EP, given, sizes)
     results = []
     for ctx, rows, told, (_, ids, weights) in zip(ctxs, home, came, batches, strict=True):
-        order, wanted = x.pair_order(ctx, ids, table="routed", group=EP)
+        order, wanted = pairing.pair_order(ctx, ids, table="routed", group=EP)
         assert wanted.tolist() == told
-        results.append(x.combine(ctx, rows, order, weights, table="routed"))
+        results.append(pairing.combine(ctx, rows, order, weights, table="routed"))
     return results, served
 
 

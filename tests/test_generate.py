@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
 from moec.diagnostics import MoecError
-from moec.ir import Body, Layout, Program, Run, Shard, State
+from moec.ir import Body, Program, Run, State
+from moec.layout import Layout, Shard
 from moec.mesh import Mesh
 from moec.runtime.generate import Model, Place, Request, Result, collect_logits, generate
 from moec.runtime.groups import make_groups

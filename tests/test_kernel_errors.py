@@ -16,6 +16,7 @@ from moec.ir import Run
 from moec.placement import linear
 from moec.runtime import kernels_torch_exchange as x
 from moec.runtime import kernels_torch_moe as k
+from moec.runtime import kernels_torch_pairs as pairing
 from moec.runtime.executor import collect_weights
 from moec.runtime.kernels import kernels_for
 from tests.contexts import context
@@ -39,11 +40,11 @@ def scores_that_are_not_numbers() -> None:
 
 
 def expert_that_does_not_exist() -> None:
-    x.group_rows(context(), torch.zeros(1, 4), torch.tensor([[2, 8]]), table="routed")
+    pairing.group_rows(context(), torch.zeros(1, 4), torch.tensor([[2, 8]]), table="routed")
 
 
 def lost_rows() -> None:
-    x.combine(context(), torch.zeros(5, 4), torch.arange(5), torch.ones(3, 2), table="routed")
+    pairing.combine(context(), torch.zeros(5, 4), torch.arange(5), torch.ones(3, 2), table="routed")
 
 
 def more_rows_than_room() -> None:

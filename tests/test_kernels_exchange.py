@@ -25,6 +25,7 @@ from moec.passes import PASSES
 from moec.passes.runner import run_passes
 from moec.placement import Placement, linear
 from moec.runtime import kernels_torch_exchange as x
+from moec.runtime import kernels_torch_pairs as pairing
 from moec.runtime.context import DROPPED, DTYPES, Context
 from moec.runtime.executor import Executor
 from moec.runtime.groups import make_groups
@@ -110,9 +111,9 @@ def test_fan_out_and_open_rows(seed: int, bounded: bool) -> None:
 def test_group_reduce_and_return_rows(seed: int) -> None:
     c = case(seed)
     with poisoned_memory():
-        rows, offsets, pairs = x.group_rows(c.ctx, c.rows_ND, c.ids_Nk, table="routed")
-        reduced = x.reduce_rows(c.ctx, rows, pairs, c.weights_Nk, table="routed")
-        returned = x.return_rows(c.ctx, rows, pairs)
+        rows, offsets, pairs = pairing.group_rows(c.ctx, c.rows_ND, c.ids_Nk, table="routed")
+        reduced = pairing.reduce_rows(c.ctx, rows, pairs, c.weights_Nk, table="routed")
+        returned = pairing.return_rows(c.ctx, rows, pairs)
     exact, ends, order = reference.group_rows(c.exact, c.rows_ND.double(), c.ids_Nk, "routed")
     assert rows.dtype == c.rows_ND.dtype and torch.equal(rows.double(), exact)
     assert offsets.dtype == torch.int32 and offsets.tolist() == ends.tolist()
@@ -139,14 +140,14 @@ def test_fan_in(seed: int) -> None:
 def test_pairs_are_ordered_counted_and_combined(seed: int) -> None:
     c = case(seed, with_holes=False)
     with poisoned_memory():
-        order, counts = x.pair_order(c.ctx, c.ids_Nk, table="routed", group=EP)
+        order, counts = pairing.pair_order(c.ctx, c.ids_Nk, table="routed", group=EP)
         rows = torch.randn(len(order), c.rows_ND.shape[1]).to(c.rows_ND.dtype)
-        combined = x.combine(c.ctx, rows, order, c.weights_Nk, table="routed")
+        combined = pairing.combine(c.ctx, rows, order, c.weights_Nk, table="routed")
     exact_order, exact_counts = reference.pair_order(c.exact, c.ids_Nk, "routed", EP)
     assert (order.tolist(), counts.tolist()) == (exact_order.tolist(), exact_counts.tolist())
     close(combined, reference.combine(c.exact, rows.double(), order, c.weights_Nk.double(), "routed"), c.dtype)
     ids, recv = case(seed).ids_Nk, torch.tensor([c.ids_Nk.shape[0] // 2, 0, -(-c.ids_Nk.shape[0] // 2)])
-    assert torch.equal(x.count_pairs(c.ctx, ids, recv), reference.count_pairs(c.exact, ids, recv))
+    assert torch.equal(pairing.count_pairs(c.ctx, ids, recv), reference.count_pairs(c.exact, ids, recv))
 
 
 def test_the_cases_reach_what_is_rare() -> None:
@@ -165,11 +166,11 @@ def test_the_cases_reach_what_is_rare() -> None:
 def test_b27_weighted_sums_are_in_fp32() -> None:
     """40000 * 2 passes fp16's largest number, the sum does not; nor is a weight rounded to the rows' dtype."""
     rows = torch.tensor([[40000.0], [-39968.0]], dtype=torch.float16)
-    total = x.reduce_rows(context(), rows, torch.tensor([0, 1]), torch.tensor([[2.0, 2.0]]), table="routed")
+    total = pairing.reduce_rows(context(), rows, torch.tensor([0, 1]), torch.tensor([[2.0, 2.0]]), table="routed")
     assert total.dtype == torch.float16 and total.item() == 64.0
     rows = torch.tensor([[256.0], [-256.0]], dtype=torch.bfloat16)
     weights = torch.tensor([[1 + 2.0**-12, 1.0]])
-    assert x.reduce_rows(context(), rows, torch.tensor([0, 1]), weights, table="routed").item() == 2.0**-4
+    assert pairing.reduce_rows(context(), rows, torch.tensor([0, 1]), weights, table="routed").item() == 2.0**-4
 
 
 def test_b27_sums_of_what_comes_back_are_in_fp32() -> None:
@@ -183,7 +184,7 @@ def test_b27_sums_of_what_comes_back_are_in_fp32() -> None:
 
 def test_b27_what_exceeds_fp16_saturates() -> None:
     rows = torch.tensor([[60000.0, -60000.0]], dtype=torch.float16)
-    total = x.reduce_rows(context(), rows, torch.tensor([0]), torch.tensor([[4.0]]), table="routed")
+    total = pairing.reduce_rows(context(), rows, torch.tensor([0]), torch.tensor([[4.0]]), table="routed")
     assert total.tolist() == [[65504.0, -65504.0]]
     twice = x.fan_in(context(), rows.expand(2, 2), torch.tensor([0, 0]), torch.zeros(1, 1).long(), table="routed")
     assert twice.tolist() == [[65504.0, -65504.0]]
@@ -194,9 +195,9 @@ def test_sums_are_in_the_order_of_choices_and_of_destinations(width: int) -> Non
     """1e8 - 1e8 + 1 is 1 in fp32, and 0 where the 1 is not added last."""
     ctx, ids = context(placement=linear(3, 3)), torch.tensor([[2, 1, 0]])
     value = torch.tensor([[1.0], [-1e8], [1e8]]).expand(3, width)  # by expert, which is also the order of arrival
-    order, _ = x.pair_order(ctx, ids, table="routed", group=EP)
+    order, _ = pairing.pair_order(ctx, ids, table="routed", group=EP)
     assert order.tolist() == [2, 1, 0]
-    for kernel in (x.combine, x.reduce_rows):
+    for kernel in (pairing.combine, pairing.reduce_rows):
         assert kernel(ctx, value, order, torch.ones(1, 3), table="routed").unique().tolist() == [1.0]
     origin = torch.tensor([0, 0, 0])
     assert x.fan_in(ctx, value, origin, ids, table="routed").unique().tolist() == [0.0]
@@ -210,8 +211,8 @@ def test_threads_change_no_bit() -> None:
     try:
         for number in (1, 2, 3):
             torch.set_num_threads(number)
-            order, _ = x.pair_order(context(placement=linear(8, 4)), ids, table="routed", group=EP)
-            found.append(x.combine(context(), rows, order, weights, table="routed"))
+            order, _ = pairing.pair_order(context(placement=linear(8, 4)), ids, table="routed", group=EP)
+            found.append(pairing.combine(context(), rows, order, weights, table="routed"))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
@@ -324,8 +325,8 @@ def test_an_expert_that_does_not_exist_is_refused(wrong: int) -> None:
     settings: dict[str, Any] = {"table": "routed", "group": EP, "bound": None, "drop": False}
     calls = [
         lambda: x.fan_out(ctx, rows, ids, torch.ones(2, 2), **settings),
-        lambda: x.group_rows(ctx, rows, ids, table="routed"),
-        lambda: x.pair_order(ctx, ids, table="routed", group=EP),
+        lambda: pairing.group_rows(ctx, rows, ids, table="routed"),
+        lambda: pairing.pair_order(ctx, ids, table="routed", group=EP),
     ]
     for call in calls:
         with pytest.raises(MoecError, match=f"layer 3: expert {wrong} of `routed` does not exist, it has 8") as error:
@@ -335,7 +336,7 @@ def test_an_expert_that_does_not_exist_is_refused(wrong: int) -> None:
 
 def test_pairs_of_no_expert_have_no_place_at_home() -> None:
     with pytest.raises(MoecError, match="expert -1 of `routed` does not exist"):
-        x.pair_order(context(placement=linear(8, 2)), torch.tensor([[0, -1]]), table="routed", group=EP)
+        pairing.pair_order(context(placement=linear(8, 2)), torch.tensor([[0, -1]]), table="routed", group=EP)
 
 
 def test_more_rows_than_room_is_refused_unless_the_plan_drops_them() -> None:
@@ -362,17 +363,17 @@ def test_room_for_all_but_one_row_is_too_little_and_for_all_is_enough() -> None:
 def test_lost_rows_are_refused(given: int) -> None:
     rows, order, ids = torch.zeros(given, 2), torch.arange(6), torch.zeros(3, 2, dtype=torch.int64)
     calls = {
-        f"`routed` gave {given} rows for 6 pairs": lambda: x.reduce_rows(
+        f"`routed` gave {given} rows for 6 pairs": lambda: pairing.reduce_rows(
             context(), rows, order, torch.ones(3, 2), table="routed"
         ),
-        f"`routed` gave {given} rows for 6 pairs of": lambda: x.combine(
+        f"`routed` gave {given} rows for 6 pairs of": lambda: pairing.combine(
             context(), rows, order, torch.ones(3, 2), table="routed"
         ),
-        f"experts gave {given} rows for 6 pairs": lambda: x.return_rows(context(), rows, order),
+        f"experts gave {given} rows for 6 pairs": lambda: pairing.return_rows(context(), rows, order),
         f"{given} rows of `routed` came back for 6 messages": lambda: x.fan_in(
             context(), rows, order, ids, table="routed"
         ),
-        "3 rows arrived, 4 were announced": lambda: x.count_pairs(context(), ids, torch.tensor([1, 3])),
+        "3 rows arrived, 4 were announced": lambda: pairing.count_pairs(context(), ids, torch.tensor([1, 3])),
     }
     for words, call in calls.items():
         with pytest.raises(MoecError, match=f"layer 3: {words}") as error:
@@ -382,4 +383,4 @@ def test_lost_rows_are_refused(given: int) -> None:
 
 def test_combine_wants_a_row_for_every_pair() -> None:
     with pytest.raises(MoecError, match="gave 5 rows for 6 pairs"):
-        x.combine(context(), torch.zeros(5, 2), torch.arange(5), torch.ones(3, 2), table="routed")
+        pairing.combine(context(), torch.zeros(5, 2), torch.arange(5), torch.ones(3, 2), table="routed")

@@ -20,7 +20,8 @@ from moec.checkpoint_family import family_of
 from moec.checkpoint_map import Sources, open_sources
 from moec.diagnostics import MoecError, SourceFile
 from moec.importer import import_config, import_model
-from moec.ir import Body, Layout, Param, Place, Placed, Program, Replicate, Run, Shard
+from moec.ir import Body, Param, Program, Run
+from moec.layout import Layout, Place, Placed, Replicate, Shard
 from moec.lowering import lower
 from moec.mesh import Mesh
 from moec.parameters import logical_parameters

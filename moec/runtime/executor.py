@@ -13,7 +13,8 @@ from torch import Tensor
 
 from moec.codegen.phase import render_phase
 from moec.diagnostics import fail
-from moec.ir import Param, Placed, Program
+from moec.ir import Param, Program
+from moec.layout import Placed
 from moec.runtime.context import DROPPED, DTYPES, Context
 from moec.runtime.groups import Group
 from moec.runtime.kernels import kernels_for

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from moec.checkpoint_map import Block, Shape, Sources, open_sources
-from moec.ir import Param, Placed, Program, Replicate, Shard
+from moec.ir import Param, Program
+from moec.layout import Placed, Replicate, Shard
 from moec.mesh import Mesh
 from moec.placement import Placement
 from moec.runtime.weights_reader import TORCH_DTYPES, ShardReader

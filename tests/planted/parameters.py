@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moec.ir import Layout, Placed, Program, Shard, layout
+from moec.ir import Program
+from moec.layout import Layout, Placed, Shard, layout
 from moec.placement import Placement
 from tests.planted.tools import bypass, lay, layer, mistake, ops, put
 

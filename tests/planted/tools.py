@@ -9,8 +9,9 @@ from typing import Any
 from torch import fx
 
 from moec.checked import Swiglu
-from moec.ir import Body, Program, is_op, layout, op_of, results_of
+from moec.ir import Body, Program, is_op, op_of, results_of
 from moec.ir_build import Builder, drop_unused_params, erase, reinfer
+from moec.layout import layout
 from moec.ops import OpError
 from tests.programs import SPAN, gqa, moe, plan
 
