@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from moec.cli_calibrate import calibrate_command
 from moec.cli_compile import compile_command
 from moec.cli_errors import EXIT_CODES, debug, epilog, guarded
 from moec.cli_run import run_command
@@ -157,4 +158,7 @@ app.command("run", epilog=epilog('moec run mixtral.moe --prompt "In the beginnin
     guarded(run_command, in_one_line=True)
 )
 app.command("explain", epilog=epilog("moec explain E0203"))(guarded(explain_command))
+app.command("calibrate", epilog=epilog("moec calibrate mixtral.moe -o cluster.moe"))(
+    guarded(calibrate_command, in_one_line=True)
+)
 app.command("passes", epilog=epilog("moec passes"))(guarded(passes_command))

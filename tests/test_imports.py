@@ -18,6 +18,7 @@ FOLDERS = {"grammar": "moec.grammar", "passes": "moec.passes", "codegen": "moec.
 ALLOWED: dict[str, set[str]] = {
     "diagnostics": set(),
     "topology": {"diagnostics"},
+    "calibrate": {"topology"},
     "mesh": {"diagnostics"},
     "placement": {"diagnostics"},
     "specs": {"diagnostics"},
@@ -43,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "cli": {
         "compiler", "importer", "runtime", "explain", "artifact", "grammar", "semantics", "passes", "checked", "ir",
-        "weights", "diagnostics",
+        "weights", "mesh", "calibrate", "diagnostics",
     },
     "api": {"artifact", "runtime", "weights", "diagnostics"},
     "package": {"api", "compiler"},
