@@ -28,7 +28,7 @@ lint: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 fmt: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

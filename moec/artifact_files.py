@@ -92,6 +92,7 @@ def read_artifact(folder: Path) -> dict[str, str]:
 def _manifest(folder: Path) -> dict[str, Any]:
     if not (folder / MANIFEST).is_file():
         raise _damaged(folder, f"it has no {MANIFEST}, so it is no artifact of moec")
+    manifest: Any = None
     try:
         manifest = json.loads(_text(folder / MANIFEST))
         entries = manifest["files"].items()

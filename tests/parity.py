@@ -64,7 +64,9 @@ def compile_checkpoint(
     return compile(source, overrides=settings, kernels=kernels)
 
 
-def run(artifact: Artifact, folder: Path, work: Path, prompts: Sequence[Sequence[int]], num_tokens: int = 32) -> Outcome:
+def run(
+    artifact: Artifact, folder: Path, work: Path, prompts: Sequence[Sequence[int]], num_tokens: int = 32
+) -> Outcome:
     """Prefill and greedy decoding on forked ranks, not stopping at EOS."""
 
     def main(rank: Rank) -> object:

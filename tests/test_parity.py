@@ -76,9 +76,7 @@ def test_random_checkpoint(family: str, mesh: str | None, exchange: str, folders
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", TRAINED)
-def test_trained_model(
-    name: str, mesh: str | None, exchange: str, shared: Path, folders: Path, tmp_path: Path
-) -> None:
+def test_trained_model(name: str, mesh: str | None, exchange: str, shared: Path, folders: Path, tmp_path: Path) -> None:
     _check(_trained_case(shared / "models" / name), mesh, exchange, folders, tmp_path)
 
 
