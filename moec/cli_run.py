@@ -5,6 +5,7 @@ Everything that can be refused is refused before a rank starts: options, program
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -68,6 +69,8 @@ def run_command(
 
     Under torchrun: torchrun --nproc-per-node N -m moec run DIR ...
     """
+    # torch's own lines about lost connections would bury the one line that says why; read when torch is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from moec.cli_work import prepare, work
     from moec.runtime.launch import prepare_fork, run_ranks
     from moec.runtime.launch_torchrun import is_started_by_torchrun, run_as_rank
@@ -83,7 +86,8 @@ def run_command(
 
         def as_rank(start: Start) -> None:
             job = prepare(options)
-            work(start(job.num_ranks, job.artifact.prefill.mesh.describe(), job.device_kind), job)
+            mesh = job.artifact.prefill.mesh.describe()
+            work(start(job.num_ranks, mesh, job.device_kind, job.digests), job)
 
         run_as_rank(as_rank)
     prepare_fork()

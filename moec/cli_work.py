@@ -8,7 +8,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -44,10 +45,24 @@ class Job:
     logits: Path | None
     timeline: Path | None
     as_json: bool
+    weights_digest: str
 
     @property
     def num_ranks(self) -> int:
         return self.artifact.num_ranks
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """What must be the same on all ranks: ranks that torchrun starts have read it each for themselves."""
+        request = self.request
+        asked = [request.prompts, request.max_new_tokens, sorted(request.eos), asdict(request.sampling)]
+        outputs = [request.keep_logits, self.timeline is not None]
+        return {
+            "versions of moec and torch": f"{version('moec')} {torch.__version__}",
+            "program": _digest(_programs(self.artifact)),
+            "prompts and options": _digest([asked, outputs]),
+            "weights": self.weights_digest,
+        }
 
     @property
     def device_kind(self) -> str:
@@ -60,7 +75,8 @@ def prepare(options: Options) -> Job:
     artifact = load_artifact(options) if options.source.is_dir() else compile_file(options)
     folder = find_weights(artifact.document["weights"]["path"], options.source.parent, options.weights)
     assert folder is not None
-    check_weights(artifact, folder, is_compiled=options.weights is None or not options.source.is_dir())
+    is_compiled = options.weights is None or not options.source.is_dir()
+    digest = _digest(check_weights(artifact, folder, is_compiled).to_json())
     text = Text(folder)
     prompts = [text.encode(prompt) for prompt in options.prompts] + [parse_tokens(given) for given in options.tokens]
     prompts += read_prompts(options.prompts_file, text) if options.prompts_file else []
@@ -71,7 +87,7 @@ def prepare(options: Options) -> Job:
         if path is not None and not path.parent.is_dir():
             raise fail("E0618", f"cannot write `{path}`: its folder does not exist", "create it first")
     check_prompts(prompts, options.max_new_tokens, read_limits(artifact))
-    return Job(artifact, folder, text, request, options.logits, options.timeline, options.as_json)
+    return Job(artifact, folder, text, request, options.logits, options.timeline, options.as_json, digest)
 
 
 def compile_file(options: Options) -> Artifact:
@@ -117,9 +133,13 @@ def _compile(file: Path, plan: str | None, options: Options, target: str = "cpu"
     return compile(file, plan, options.overrides, target, kernels, weights=options.weights)
 
 
-def _programs(artifact: Artifact) -> tuple[str, str]:
-    files = artifact.files()
-    return files["prefill.ir"].partition("\n")[2], files["decode.ir"].partition("\n")[2]
+def _programs(artifact: Artifact) -> list[str]:
+    """The text of every program, but for its first line, which names the source file."""
+    return [text.partition("\n")[2] for name, text in artifact.files().items() if name.endswith(".ir")]
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def work(rank: Rank, job: Job) -> None:

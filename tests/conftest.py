@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads starve the ranks of a busy machine
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before torch, as `moec run` does it
 
 import torch
 

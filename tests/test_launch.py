@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from moec.diagnostics import MoecError, fail
 from moec.runtime.launch import run_ranks
-from moec.runtime.launch_peers import port_holder, read_seat
+from moec.runtime.launch_fault import Fault, parse_fault
+from moec.runtime.launch_process import port_holder
 from moec.runtime.launch_rank import Rank, choose_device, join_timeout, num_cores
 from moec.runtime.launch_report import PeerLost, is_peer_loss
-from moec.runtime.launch_fault import Fault, parse_fault
+from moec.runtime.launch_seat import read_seat
 from moec.runtime.launch_signals import Stopped
 from moec.runtime.launch_status import SLOT_BYTES, Place, Status, read_slot
 from tests.commands import Command

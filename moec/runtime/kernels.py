@@ -80,7 +80,7 @@ def kernels_for(program: Program) -> SimpleNamespace:
 
 
 def _told(table: str, op: str, kernel: Kernel) -> Kernel:
-    """`kernel`, telling the rank's status what it does and how long it takes. Only where that costs little beside it."""
+    """`kernel`, which tells the rank's status that it runs and how long it takes; the quick ones as they are."""
     if op not in TIMED:
         return kernel
 

@@ -134,8 +134,8 @@ class _Crew:
         self.looked_at = time.monotonic()
         there = [rank for rank, member in self.members.items() if member.pid and not member.result]
         running = {rank: read_slot(self.slot(rank)) for rank in there}
-        if report := self.watch.look(self.looked_at, running, self._process):
-            raise MoecError(report.diagnostic)
+        if found := self.watch.look(self.looked_at, running, self._process):
+            raise MoecError(found.report.diagnostic)
         for note in self.watch.slow(running, self._process):
             note_slow(note)
 

@@ -3,52 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import signal
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import Store
 
-from moec.diagnostics import fail
-from moec.runtime.launch_rank import join_timeout
+from moec.diagnostics import MoecError, fail
+from moec.runtime.launch_process import Identity, is_alive, start_time
+from moec.runtime.launch_rank import COLLECTIVE_TIMEOUT, join_timeout
 from moec.runtime.launch_report import PeerLost
+from moec.runtime.launch_seat import Seat, serves_store
+from moec.runtime.launch_status import BEAT_SECONDS, Reading, read_slot
+from moec.runtime.watch import Process, look_at
 
-_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
-
-
-@dataclass(frozen=True)
-class Seat:
-    """The numbers torchrun gave this process."""
-
-    rank: int
-    world: int
-    local_rank: int
-    local_world: int
-    address: str
-    port: int
-
-
-def read_seat(env: Mapping[str, str]) -> Seat:
-    """The seat an environment describes. LOCAL_WORLD_SIZE may be missing (Slurm): then all ranks are on this host.
-
-    Raises:
-        MoecError: E0609, a variable is missing or is no number.
-    """
-    world = env.get("WORLD_SIZE", "")
-    wanted = _NUMBERS if world == "1" else _NUMBERS + _ADDRESS
-    missing = [name for name in wanted if name not in env]
-    wrong = [name for name in (*_NUMBERS, "MASTER_PORT") if not env.get(name, "0").isdecimal()]
-    if missing or wrong:
-        what = f"{', '.join(missing)} missing" if missing else f"{', '.join(wrong)} is not a number"
-        raise fail("E0609", f"this process looks like a rank of torchrun, but of its variables {what}",
-                   "start it with torchrun, or unset RANK and WORLD_SIZE")  # fmt: skip
-    rank, local = int(env["RANK"]), int(env["LOCAL_RANK"])
-    local_world = int(env.get("LOCAL_WORLD_SIZE", world))
-    return Seat(rank, int(world), local, local_world, env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", "0")))
+#: How long a rank on another host may not beat before its death explains a lost connection.
+_QUIET_SECONDS = 8 * BEAT_SECONDS
 
 
 class Peers:
@@ -58,39 +32,66 @@ class Peers:
         """`who`: the thread of this rank that asks, so that two of them do not both report."""
         self.seat, self.store, self.who = seat, store, who
         self._expected = set(range(seat.world))
-        self._where: dict[int, str] = {}  # host and pid of the ranks seen so far
+        self._processes: dict[int, Identity] = {}  # of the ranks seen so far
+        self._beating: list[int] = []
         if store is not None:
-            store.set(f"pid/{seat.rank}", f"{socket.gethostname()} {os.getpid()}")
+            store.set(f"pid/{seat.rank}", str(Identity.own()))
 
-    def wait_for_all(self, plan: str) -> None:
-        """Return once every rank is there.
+    def wait_for_all(self, plan: str, digests: Mapping[str, str]) -> None:
+        """Return once every rank is there, and all have the same `digests` by what they are of.
 
         Raises:
-            MoecError: E0607, on rank 0, naming the ranks that are not.
+            MoecError: E0607, naming the ranks that are not there; E0622, naming two that do not run the same.
         """
         if self.store is None:
             return
-        keys = [f"pid/{rank}" for rank in range(self.seat.world)]
+        self.store.set(f"digests/{self.seat.rank}", json.dumps(digests))
         if self.seat.rank != 0:
-            self._wait_for_first()
+            self._wait_for_first(plan)
             return
-        try:
-            self.store.wait(keys, join_timeout())
-        except RuntimeError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        missing = self._wait_for("pid", join_timeout())
+        if missing:
             self._expected.difference_update(missing)
             there, names = self.seat.world - len(missing), ", ".join(map(str, missing))
-            raise fail("E0607", f"plan wants {plan}, got {there}: rank {names} missing") from error
+            raise fail("E0607", f"plan wants {plan}, got {there}: rank {names} missing")
+        if late := self._wait_for("digests", COLLECTIVE_TIMEOUT):
+            raise fail("E0607", f"rank {', '.join(map(str, late))} did not come as far as the plan's check")
+        for rank in range(1, self.seat.world):
+            theirs = json.loads(self.store.get(f"digests/{rank}"))
+            for what, mine in digests.items():
+                if theirs.get(what) != mine:
+                    raise self._mismatch(rank, what, mine, str(theirs.get(what)))
         self.store.set("all here", "")
 
-    def _wait_for_first(self) -> None:
+    def _wait_for(self, key: str, timeout: timedelta) -> list[int]:
+        """The ranks whose `key` does not come in time, or, where one has failed, is not there then."""
+        assert self.store is not None
+        keys = [f"{key}/{rank}" for rank in range(self.seat.world)]
+        deadline = time.monotonic() + timeout.total_seconds()
+        while time.monotonic() < deadline and not self.store.check(keys):
+            if self.claimed():
+                raise PeerLost("a peer failed")
+            time.sleep(0.05)
+        return [rank for rank, name in enumerate(keys) if not self.store.check([name])]
+
+    def _mismatch(self, rank: int, what: str, mine: str, theirs: str) -> MoecError:
+        hosts = [self._process(r).host for r in (0, rank)]
+        places = f" on {hosts[0]} and {hosts[1]}" if hosts[0] != hosts[1] else ""
+        message = f"ranks 0 and {rank}{places} do not have the same {what}: {mine[:12]} and {theirs[:12]}"
+        return fail("E0622", message, "start every rank with the same command, files and version of moec")
+
+    def _wait_for_first(self, plan: str) -> None:
         """Wait for rank 0's word that all are here, or that it gives up."""
         assert self.store is not None
-        deadline = time.monotonic() + join_timeout().total_seconds() + 5
+        began = time.monotonic()
+        patience = join_timeout().total_seconds() + 5
         while not self.store.check(["all here"]):
-            if self.claimed() or time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if self.claimed() or waited > COLLECTIVE_TIMEOUT.total_seconds() + patience:
                 raise PeerLost("rank 0 did not find all ranks")
-            time.sleep(0.05)
+            if waited > patience and not self.store.check(["pid/0"]):
+                raise fail("E0607", f"plan wants {plan}: rank 0 missing")
+            time.sleep(0.02)
 
     def claim(self, word: str = "error") -> bool:
         """Whether this thread of this rank is the one to report. The first to ask is."""
@@ -130,6 +131,71 @@ class Peers:
                 return rank, pid
         return None
 
+    def quiet(self) -> tuple[int, Process, Reading] | None:
+        """A rank on another host that shows nothing new for two seconds, and has not ended in order."""
+        assert self.store is not None
+        here = socket.gethostname()
+        far = [rank for rank in range(self.seat.world) if self._process(rank).host not in ("", here)]
+        keys = [f"status/{rank}" for rank in far if self.store.check([f"status/{rank}"])]
+        before = self.store.multi_get(keys) if keys else []
+        deadline = time.monotonic() + _QUIET_SECONDS
+        while keys and time.monotonic() < deadline and not self.claimed():
+            time.sleep(0.05)
+        after = self.store.multi_get(keys) if keys and not self.claimed() else []
+        for key, old, new in zip(keys, before, after, strict=False):
+            rank = int(key.partition("/")[2])
+            if old == new and not self._has_left(rank):
+                return rank, self.process(rank), _reading(new)
+        return None
+
+    def publish(self, slot: memoryview) -> None:
+        """Show this rank's status to its peers."""
+        if self.store is not None:
+            self.store.set(f"status/{self.seat.rank}", bytes(slot).hex())
+
+    def read(self) -> dict[int, Reading]:
+        """The status of the peers that this rank watches: rank 0 watches all others, and they watch rank 0."""
+        if self.store is None:
+            return {}
+        for rank in range(1, self.seat.world) if self.seat.rank == 0 else (0,):
+            if rank not in self._beating and self.store.check([f"status/{rank}"]):
+                self._beating.append(rank)
+        if not self._beating:
+            return {}
+        slots = self.store.multi_get([f"status/{rank}" for rank in self._beating])
+        return {rank: _reading(slot) for rank, slot in zip(self._beating, slots, strict=True)}
+
+    def forget(self, rank: int) -> bool:
+        """Stop watching a rank that has ended in order. Whether it has."""
+        is_gone = self._has_left(rank)
+        if is_gone:
+            self._beating.remove(rank)
+        return is_gone
+
+    def process(self, rank: int) -> Process:
+        """The process of a rank, with its state where it runs on this host."""
+        self._process(rank)
+        return self.known_process(rank)
+
+    def known_process(self, rank: int) -> Process:
+        """The same from what is known here, without asking the store."""
+        found = self._processes.get(rank, Identity())
+        return look_at(found.pid) if found.host == socket.gethostname() else Process(found.pid, host=found.host)
+
+    def accuse(self, rank: int) -> None:
+        """Name the rank that does not answer, for the peers on its host: it cannot end itself."""
+        if self.store is not None:
+            self.store.set("silent", str(rank))
+
+    def end_accused(self) -> None:
+        """Kill the rank that does not answer where it runs on this host and is the process that joined this run."""
+        if self.store is None or not self.store.check(["silent"]):
+            return
+        found = self._process(int(self.store.get("silent")))
+        if found.host == socket.gethostname() and found.started and found.started == start_time(found.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(found.pid, signal.SIGKILL)
+
     def _is_needed(self) -> bool:
         """Whether a peer may still use the store."""
         return any(not self._has_left(rank) and not self._gone(rank) for rank in self._expected)
@@ -140,64 +206,18 @@ class Peers:
 
     def _gone(self, rank: int) -> int:
         """The pid of a rank that ran on this host and does no more, else 0."""
+        found = self._process(rank)
+        return found.pid if found.host == socket.gethostname() and not is_alive(found.pid) else 0
+
+    def _process(self, rank: int) -> Identity:
+        """What a rank has said of its process; an empty host while it has said nothing."""
         assert self.store is not None
-        if rank not in self._where and self.store.check([f"pid/{rank}"]):
-            self._where[rank] = self.store.get(f"pid/{rank}").decode()
-        host, _, pid = self._where.get(rank, "").rpartition(" ")
-        return int(pid) if host == socket.gethostname() and not is_alive(int(pid)) else 0
+        if rank not in self._processes:
+            if not self.store.check([f"pid/{rank}"]):
+                return Identity()
+            self._processes[rank] = Identity.parse(self.store.get(f"pid/{rank}").decode())
+        return self._processes[rank]
 
 
-def serves_store(seat: Seat) -> bool:
-    """Whether this rank serves the store: rank 0 does where torchrun does not."""
-    return seat.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
-def connect(seat: Seat, may_serve: bool = True) -> Store | None:
-    """The store of the run, under a prefix of this attempt; none for a world of one rank.
-
-    Raises:
-        MoecError: E0604, rank 0 cannot serve it because the port is taken; E0607, nobody serves it.
-    """
-    if seat.world == 1:
-        return None
-    attempt = f"moec/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    try:
-        store = TCPStore(
-            seat.address,
-            seat.port,
-            None,
-            may_serve and serves_store(seat),
-            join_timeout(),
-            wait_for_workers=False,
-        )
-    except RuntimeError as error:
-        where = f"{seat.address}:{seat.port}"
-        if "EADDRINUSE" in str(error):
-            raise fail("E0604", f"{where} is in use{port_holder(seat.port)}", "choose another MASTER_PORT") from error
-        raise fail("E0607", f"rank {seat.rank} finds nobody at {where}", "is rank 0 running there?") from error
-    return PrefixStore(attempt, store)
-
-
-def port_holder(port: int) -> str:
-    """` by pid N` for the process of this user that listens on a TCP port, or the empty string."""
-    tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
-    rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
-    inodes = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port}
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if os.readlink(descriptor) in inodes:
-                return f" by pid {descriptor.parts[2]}"
-        except OSError:
-            continue  # the process is gone, or not ours to look at
-    return ""
-
-
-def is_alive(pid: int) -> bool:
-    """False for a process that is gone or a zombie."""
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True  # not ours, or no /proc
+def _reading(text: bytes) -> Reading:
+    return read_slot(bytes.fromhex(text.decode()))

@@ -81,7 +81,7 @@ def start_rank(
         backend = "nccl" if device.type == "cuda" else "gloo"
         status.enter("init")
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
-        status.leave()
+        # The status stays that of a rank that waits: what comes next may do so without saying it.
     return Rank(rank, world, local_rank, local_world, device, status)
 
 

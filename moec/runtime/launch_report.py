@@ -25,7 +25,7 @@ _LOST = re.compile(
 
 
 #: Errors every rank would report alike: naming one of them would mislead.
-_ABOUT_ALL = ("E0603", "E0605", "E0607")
+_ABOUT_ALL = ("E0603", "E0605", "E0607", "E0622")
 _COMPILER = ("E01", "E02", "E03", "E04", "E05")
 
 

@@ -12,7 +12,7 @@ import statistics
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -209,13 +209,15 @@ def read_slot(slot: memoryview | bytes) -> Reading:
     return Reading(place, SECTIONS[section], mode == _WAITING, progress, beats, cpu_ns, _text(phase), windows, times)
 
 
-def keep_beating(status: Status) -> None:
-    """Start the thread that beats for this process, from its main thread and after the fork."""
+def keep_beating(status: Status, also: Callable[[], None] | None = None) -> None:
+    """Start the thread that beats for this process, from its main thread and after the fork; it calls `also` too."""
     clock = time.pthread_getcpuclockid(threading.get_ident()) if hasattr(time, "pthread_getcpuclockid") else None
 
     def beat() -> None:
         while True:
             status.beat(time.process_time_ns() if clock is None else time.clock_gettime_ns(clock))
+            if also is not None:
+                also()
             time.sleep(BEAT_SECONDS)
 
     threading.Thread(target=beat, daemon=True, name="beat").start()

@@ -68,8 +68,8 @@ def open_session(artifact: Artifact, folder: Path, rank: Rank, progress: Progres
     return Session(Place(mesh, rank.rank, groups, rank.device, rank.status), limits, prefill, decode)
 
 
-def check_weights(artifact: Artifact, folder: Path, is_compiled: bool) -> None:
-    """Account for every parameter from the shard headers in `folder`, before any rank starts.
+def check_weights(artifact: Artifact, folder: Path, is_compiled: bool) -> Fingerprint:
+    """Account for every parameter from the shard headers in `folder`, before any rank starts; the folder's digests.
 
     `is_compiled`: it is the folder the artifact was compiled with, so its digests must be those remembered.
 
@@ -80,6 +80,7 @@ def check_weights(artifact: Artifact, folder: Path, is_compiled: bool) -> None:
     remembered = artifact.document["weights"]["fingerprint"]
     if is_compiled and remembered:
         check_unchanged(Fingerprint.from_json(remembered), sources.checkpoint)
+    return sources.checkpoint.fingerprint
 
 
 def read_limits(artifact: Artifact) -> Limits:

@@ -103,7 +103,9 @@ def _moves(name: str, attrs: Mapping[str, Any]) -> bool:
 def start_recorder(place: Place) -> Recorder:
     """A recorder whose zero all ranks share."""
     if place.mesh.world > 1:
+        place.status.enter("barrier")
         dist.barrier()
+        place.status.leave()
     return Recorder(time.perf_counter())
 
 

@@ -77,6 +77,14 @@ class Limits:
     sections: Mapping[str, float] = field(default_factory=lambda: SECTION_SECONDS)
 
 
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong with a rank."""
+
+    rank: int
+    report: Report
+
+
 @dataclass
 class _Trace:
     """What was last seen of a rank, and for how many seconds it has stood still.
@@ -101,17 +109,18 @@ class Watch:
         self._traces: dict[int, _Trace] = {}
         self._told: set[int] = set()
 
-    def look(self, now: float, ranks: Mapping[int, Reading], process: Callable[[int], Process]) -> Report | None:
-        """The fault there is, if any. `now`: monotonic seconds; `process(rank)` is asked when a rank is suspected."""
+    def look(self, now: float, ranks: Mapping[int, Reading], process: Callable[[int], Process]) -> Finding | None:
+        """What is wrong with a rank, if anything. `now`: monotonic seconds; `process(rank)` is asked of a suspect."""
         passed = min(now - self._before, MAX_GAP_SECONDS) if self._before is not None else 0.0
         self._before = now
         for rank, reading in ranks.items():
             self._follow(self._traces.setdefault(rank, _Trace(reading)), reading, passed)
         for rank in ranks:
             if report := self._silent(rank, process):
-                return report
+                return Finding(rank, report)
         are_waiting = any(reading.is_waiting for reading in ranks.values())
-        return next((r for rank in ranks if (r := self._stuck(rank, process, are_waiting))), None)
+        found = ((rank, self._stuck(rank, process, are_waiting)) for rank in ranks)
+        return next((Finding(rank, report) for rank, report in found if report), None)
 
     def slow(self, ranks: Mapping[int, Reading], process: Callable[[int], Process]) -> list[str]:
         """A note for each rank that has not been noted yet and is slow in the two latest windows of this phase."""
