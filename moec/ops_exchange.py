@@ -135,7 +135,7 @@ def _all_to_all_shape(call: Call) -> Shapes:
     call.require(call.shape(1) == call.shape(2) == (num_ranks,), f"{call.shape(1)} counts for {num_ranks} ranks")
     hop = _BACK.get((group, where)) if back else HOPS.get((group, where))
     if hop is None:
-        raise OpError(f"no hop of {group} {'comes back to' if back else 'starts at'} {where}")
+        raise OpError(f"no hop of {group} {'comes back from' if back else 'starts at'} {where}")
     if back and base_symbol(rows) == "X":
         return (((symbol("K", rows), width), call.dtype(0)),)
     call.same_dims(base_symbol(rows), _ARRIVED[where] if back else _SENT[where], "rows and rows that travel")

@@ -77,19 +77,28 @@ def plan(
     hidden: int = HIDDEN,
     vocab: int = VOCAB,
     eps: float = 1e-6,
+    combine: str | None = None,
+    overlap: str = "off",
+    nodes: int = 1,
     **degrees: int,
 ) -> Plan:
-    """One layer per element of `ffns`. Degrees as for `moec.mesh.Mesh`; what is left out is 1."""
+    """One layer per element of `ffns`. Degrees as for `moec.mesh.Mesh`; what is left out is 1.
+
+    `combine`: as the checker settles it where the plan says nothing.
+    """
     attention = attention or gqa()
     layers: dict[int, Layer] = {}
     stack = tuple(layers.setdefault(id(ffn), Layer(attention, ffn, SPAN)) for ffn in ffns)
     model = Model("toy", hidden, vocab, eps, tied, rotary or Rotary(), None, "fp32", stack, SPAN)
     found = {axis: degrees.get(axis, 1) for axis in ("dp", "tp", "edp", "ep", "etp")}
-    cluster = Cluster("localhost", 1, found["dp"] * found["tp"])
-    mesh = MeshSpec("mesh", cluster, *found.values(), placement, SPAN)
-    return Plan(
-        "plan", model, mesh, "fp32", 16, Phase("prefill", 16, exchange, SPAN), Phase("decode", 8, exchange, SPAN), SPAN
+    pp = degrees.get("pp", 1)
+    cluster = Cluster("localhost", nodes, found["dp"] * found["tp"] * pp // nodes)
+    mesh = MeshSpec("mesh", cluster, *found.values(), placement, SPAN, pp)
+    combine = combine or ("ordered" if exchange == "flat" else "reduced")
+    prefill, decode = (
+        Phase(name, tokens, exchange, SPAN, combine, overlap=overlap) for name, tokens in (("prefill", 16), ("decode", 8))
     )
+    return Plan("plan", model, mesh, "fp32", 16, prefill, decode, SPAN)
 
 
 def program_of(plan: Plan, phase: str = "prefill") -> Program:

@@ -51,6 +51,38 @@ def _read_before_made(program: Program) -> None:
     first.replace_input_with(first.args[0], last)
 
 
+@mistake("stage", "stage 0 of 2 ends in take, add, rms_norm, linear: only the last gives logits")
+def _stage_that_gives_logits(program: Program) -> None:
+    """The head as in a program of one stage, so that nothing reaches the next."""
+    whole = compiled(plan(**BASES["stage"] | {"pp": 1}))
+    program.bodies["epilogue"] = whole.bodies["epilogue"]
+
+
+@mistake("stage", "stage 1 of 2 starts in embed: only the first reads tokens")
+def _stage_that_embeds_again(program: Program) -> None:
+    program.stage = 1
+
+
+@mistake("stage", "stage 0 of 2 has 2 of 2 layers, not 1")
+def _stage_with_the_layers_of_the_next(program: Program) -> None:
+    program.runs[1] = Run("sparse", range(2))
+
+
+@mistake("stage", "this is stage 2 of 2")
+def _stage_behind_the_last(program: Program) -> None:
+    program.stage = 2
+
+
+@mistake("flat", "the exchange auto is not settled", behind="choose-exchange")
+def _exchange_left_open(program: Program) -> None:
+    program.exchange = "auto"
+
+
+@mistake("flat", "overlap auto is not settled", behind="plan-overlap")
+def _overlap_left_open(program: Program) -> None:
+    program.overlap = "auto"
+
+
 @unseen("dense")
 def _gate_and_up_exchanged(program: Program) -> None:
     param = layer(program).params["ffn.gate_up"]
@@ -89,5 +121,5 @@ def _rows_dispatched_before_their_norm(program: Program) -> None:
     there, norm = ops(body, "relayout")[0], ops(body, "rms_norm")[-1]
     attrs = dict(there.kwargs)
     (plain,) = put(program, body, there, "relayout", norm.args[0], **attrs)
-    (dispatch,) = ops(body, "dispatch")
-    dispatch.replace_input_with(there, plain)
+    (fan_out,) = ops(body, "fan_out")
+    fan_out.replace_input_with(there, plain)

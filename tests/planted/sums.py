@@ -64,9 +64,9 @@ def _logits_not_gathered(program: Program) -> None:
 @mistake("gather", "a whole value added to a partial sum is counted once per rank")
 def _tokens_added_before_the_reduce_scatter(program: Program) -> None:
     body = layer(program)
-    (combined,), gathered = ops(body, "combine"), ops(body, "all_gather_rows")[0]
-    (total,) = put(program, body, combined, "add", combined, gathered)
-    combined.replace_all_uses_with(total, lambda user: user is not total)
+    (reduced,), gathered = ops(body, "reduce_rows"), ops(body, "all_gather_rows")[0]
+    (total,) = put(program, body, combined, "add", reduced, gathered)
+    reduced.replace_all_uses_with(total, lambda user: user is not total)
 
 
 @mistake("gather", "reduce_scatter_rows")
@@ -131,20 +131,21 @@ def _two_waits(program: Program) -> None:
 @mistake("flat", "nobody reads the result of all_gather_rows")
 def _received_for_nobody(program: Program) -> None:
     body = layer(program)
-    (dispatch,) = ops(body, "dispatch")
-    (sizes,) = put(program, body, dispatch, "exchange_sizes", dispatch.args[0], group="experts.ep")
-    (rows,) = put(program, body, sizes, "all_gather_rows", dispatch.args[0], sizes, group="experts.ep")
+    (fan_out,) = ops(body, "fan_out")
+    (sizes,) = put(program, body, fan_out, "exchange_sizes", fan_out.args[0], group="experts.ep")
+    (rows,) = put(program, body, sizes, "all_gather_rows", fan_out.args[0], sizes, group="experts.ep")
     rows.meta["keep"] = True
 
 
 @mistake("local", "which this mesh does not have")
 def _exchange_without_an_ep_axis(program: Program) -> None:
     body = layer(program)
-    (dispatch,) = ops(body, "dispatch")
-    counts = results_of(dispatch)[1]
-    (recv,) = put(program, body, dispatch, "exchange_counts", counts, table="routed", group="experts.ep")
-    (grouped,) = ops(body, "offsets")
-    grouped.replace_input_with(counts, recv)
+    (group,), (route,) = ops(body, "group_rows"), ops(body, "route")
+    attrs = {"table": "routed", "group": "experts.ep", "bound": 16, "drop": False}
+    messages, *_ = put(program, body, route, "fan_out", group.args[0], *results_of(route), **attrs)
+    fan_out = messages.all_input_nodes[0]
+    opened = put(program, body, fan_out, "open_rows", messages, hidden=10, top=2, dtype="fp32")
+    group.args = opened[:2]
 
 
 @mistake("flat", "is on stream inter, not intra")

@@ -18,6 +18,11 @@ from tests.programs import SPAN, gqa, moe, plan
 SPARSE = moe(8, 4, shared=4)
 BASES: dict[str, dict[str, Any]] = {
     "flat": {"ffns": [SPARSE], "attention": gqa(4, 2, bias=True), "dp": 2, "tp": 2, "ep": 2, "etp": 2},
+    "reduced": {"ffns": [SPARSE], "combine": "reduced", "dp": 2, "tp": 2, "ep": 2, "etp": 2},
+    "two_hop": {"ffns": [SPARSE], "exchange": "two_hop", "dp": 4, "ep": 4, "nodes": 2},
+    "padded": {"ffns": [SPARSE], "exchange": "padded", "dp": 2, "ep": 2},
+    "chunks": {"ffns": [SPARSE], "combine": "reduced", "overlap": "4", "dp": 2, "ep": 2},
+    "stage": {"ffns": [SPARSE, SPARSE], "pp": 2},
     "gather": {"ffns": [SPARSE], "exchange": "gather", "dp": 2, "tp": 2, "ep": 2, "etp": 2},
     "split": {"ffns": [SPARSE], "tp": 2, "ep": 2},
     "layers": {"ffns": [SPARSE, SPARSE, Swiglu(4, SPAN)], "dp": 2, "ep": 2},
