@@ -14,7 +14,7 @@ import torch
 from moec.diagnostics import MoecError
 from moec.mesh import Mesh
 from moec.placement import balanced
-from moec.runtime import collectives
+from moec.runtime import collectives, messages
 from moec.runtime.groups import Group, make_groups
 from moec.runtime.launch import Main, run_ranks
 from moec.runtime.launch_rank import Rank
@@ -35,7 +35,7 @@ def ranks(main: Main, world: int) -> list[object]:
 def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test's pieces count as small, then as large."""
     if request.param == "message by message":
-        monkeypatch.setattr(collectives, "_SMALL_BYTES", -1)
+        monkeypatch.setattr(messages, "_SMALL_BYTES", -1)
 
 
 def ep_context(rank: Rank) -> Ctx:
@@ -93,7 +93,7 @@ def test_receive_list_off_by_one_is_an_error_naming_both_ranks_and_numbers() -> 
         recv = collectives.exchange_counts(ctx, counts, **EP)
         if rank.rank == 1:
             recv[0] += 1
-        collectives.finish(collectives.all_to_all_start(ctx, torch.zeros(5, 4), counts, recv, **EP))
+        messages.finish(collectives.all_to_all_start(ctx, torch.zeros(5, 4), counts, recv, **EP))
 
     with pytest.raises(MoecError) as error:
         ranks(main, 2)
@@ -157,9 +157,9 @@ def test_how_rows_go_depends_on_what_all_ranks_know() -> None:
         recv = collectives.exchange_counts(ctx, counts, **EP)
         there = collectives.all_to_all_start(ctx, torch.zeros(int(counts.sum()), 64), counts, recv, **EP)
         back = collectives.all_to_all_start(ctx, collectives.all_to_all_wait(ctx, there), counts, recv, **EP, back=True)
-        messages = [len(pending.works) for pending in (there, back)]
+        counts = [len(pending.works) for pending in (there, back)]
         collectives.all_to_all_wait(ctx, back)
-        return messages
+        return counts
 
     assert ranks(main, 3) == [[3, 3], [3, 3], [2, 2]]
 

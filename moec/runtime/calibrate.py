@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moec.mesh import Mesh
-from moec.runtime.collectives import finish, start
 from moec.runtime.context import DTYPES
 from moec.runtime.groups import Group, make_groups
 from moec.runtime.launch_rank import Rank
+from moec.runtime.messages import finish, start
 
 #: Bytes that each rank sends, in all.
 SIZES = (64, 4096, 65536, 262144, 1 << 20, 4 << 20)

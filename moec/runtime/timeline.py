@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from moec.diagnostics import fail
 from moec.ir import Program
-from moec.runtime.collectives import gather
 from moec.runtime.generate import Place
+from moec.runtime.messages import gather
 
 STREAMS = ("compute", "intra", "inter", "copy")
 #: Operations that a token's way to its experts begins and ends with.
