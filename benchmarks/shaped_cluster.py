@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,14 +32,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from shaped import ShapedCluster
-from shaped_layer import TOKENS, Cell, Exchange, ExpertWeights, compile_layer
+from shaped_layer import TOKENS, Cell, Exchange, ExpertWeights, compile_layer, predicted_s
 from shaped_nodes import ClusterError, traffic
+from shaped_table import BASELINE, Row, show, summarise
 from torch import Tensor
 
+from moec.calibrate_fit import calibrated, declaration, from_rows
 from moec.ir import Program
+from moec.runtime.calibrate import measure as calibrate_rank
 from moec.runtime.context import DTYPES
 from moec.runtime.groups import make_groups
 from moec.runtime.launch_rank import Rank
+from moec.topology import Cluster
 
 #: The lowerings of moec by the names of the table.
 LOWERINGS = {
@@ -50,8 +54,6 @@ LOWERINGS = {
     "two_hop": ("two_hop", "reduced"),
     "aggregate": ("aggregate", "reduced"),
 }
-#: The first case of a table, which the others are held against.
-BASELINE = "per_expert"
 
 
 @dataclass(frozen=True)
@@ -161,21 +163,6 @@ def timed(case: Case, *args: Tensor) -> tuple[Tensor, tuple[float, float, int, i
 # --- the table ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Row:
-    """A case in a cell. `times_s`: per repetition, first start to last end. `sent_bytes`: by all nodes, medians."""
-
-    cell: Cell
-    case: str
-    times_s: list[float]
-    sent_bytes: int
-    bound_bytes: int
-
-    @property
-    def seconds(self) -> float:
-        return statistics.median(self.times_s)
-
-
 def measure(cluster: ShapedCluster, cell: Cell, repeats: int, programs: dict[str, Program]) -> list[Row]:
     """The rows of a cell: the baseline and each of `programs`.
 
@@ -193,19 +180,29 @@ def measure(cluster: ShapedCluster, cell: Cell, repeats: int, programs: dict[str
     for case in (BASELINE, *programs):
         spans = [[rank[case][i] for rank in ranks] for i in range(repeats)]
         times = [max(end for _, end, *_ in span) - min(start for start, *_ in span) for span in spans]
-        rows.append(Row(cell, case, times, sent(case) - sent("nothing"), bound))
+        program = programs.get(case)
+        predicted = predicted_s(program) if program is not None else None
+        rows.append(Row(cell, case, times, sent(case) - sent("nothing"), bound, predicted))
     return rows
 
 
-def show(rows: list[Row]) -> None:
-    """Print a cell."""
-    print(f"\n{rows[0].cell}, bound {rows[0].bound_bytes / 1e6:.2f} MB between nodes")
-    print(f"  {'case':<14}{'ms':>9}  {'least..most':>17}{'faster':>8}{'MB sent':>10}{'/ bound':>9}")
-    for row in rows:
-        spread = f"{min(row.times_s) * 1e3:.1f}..{max(row.times_s) * 1e3:.1f}"
-        faster = statistics.median(a / b for a, b in zip(rows[0].times_s, row.times_s, strict=True))
-        bytes_text = f"{row.sent_bytes / 1e6:>10.2f}{row.sent_bytes / row.bound_bytes:>9.3f}"
-        print(f"  {row.case:<14}{row.seconds * 1e3:>9.1f}  {spread:>17}{faster:>7.2f}x{bytes_text}", flush=True)
+def calibrate(cluster: ShapedCluster) -> str:
+    """The declaration that `moec calibrate` writes for this cluster."""
+    rows = cluster.run(calibrate_rank, cluster.nodes, cluster.ranks_per_node)[0]
+    here = Cluster("shaped", cluster.nodes, cluster.ranks_per_node)
+    text = declaration(calibrated(here, from_rows(rows)))
+    print(f"\n{text.rstrip()}", flush=True)
+    return text
+
+
+def compile_cases(cell: Cell, names: str, declared: str | None) -> dict[str, Program]:
+    """The lowerings of a cell by name. Only on a calibrated cluster does the cost model know what to say of them."""
+    return {name: compile_layer(cell, *LOWERINGS[name], cluster=declared) for name in names.split(",")}
+
+
+def mark_chosen(rows: list[Row], auto: Program) -> list[Row]:
+    """The rows, where that of the lowering that `auto` is, is marked."""
+    return [replace(row, is_chosen=LOWERINGS.get(row.case) == (auto.exchange, auto.combine)) for row in rows]
 
 
 def numbers(text: str, between: str) -> list[tuple[int, int]]:
@@ -223,17 +220,20 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--mbit", type=int, default=400, help="of each node's link, per direction")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--calibrate", action="store_true", help="predict times and choices from measured constants")
     parser.add_argument("--json", type=Path, help="write every figure into this file")
     options = parser.parse_args()
     table: list[Row] = []
     try:
         for nodes, ranks_per_node in numbers(options.clusters, "x"):
             with ShapedCluster(nodes, ranks_per_node, options.mbit) as cluster:
+                declared = calibrate(cluster) if options.calibrate else None
                 for num_experts, top in numbers(options.experts, ":"):
                     for phase in options.phases.split(","):
                         cell = Cell(nodes, ranks_per_node, num_experts, top, phase, options.hidden, options.dtype)
-                        programs = {name: compile_layer(cell, *LOWERINGS[name]) for name in options.cases.split(",")}
-                        rows = measure(cluster, cell, options.repeats, programs)
+                        rows = measure(cluster, cell, options.repeats, compile_cases(cell, options.cases, declared))
+                        if declared is not None:
+                            rows = mark_chosen(rows, compile_layer(cell, "auto", cluster=declared))
                         show(rows)
                         table += rows
     except ClusterError as error:
@@ -241,6 +241,8 @@ def main() -> int:
         return 4
     except KeyboardInterrupt:
         return 130
+    if options.calibrate:
+        summarise(table)
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in table], indent=1))
     return 0

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from moec.compiler import compile_phase
+from moec.cost import node_costs
 from moec.cost_exchange import OPERATIONS
 from moec.diagnostics import SourceFile
 from moec.ir import Body, Program, is_op, op_of, operands, results_of
@@ -102,6 +103,13 @@ def compile_layer(
         **TOKENS,
     )
     return compile_phase(check(SourceFile("layer.moe", text)).plan(), cell.phase, "layer.moe")
+
+
+def predicted_s(program: Program) -> float | None:
+    """What the cost model says of what `Exchange` runs, in seconds; None where the cluster lacks a rate."""
+    costs = [cost for _, cost in node_costs(program) if op_of(cost.node).name in _OPERATIONS]
+    times = [cost.us for cost in costs if cost.us is not None]
+    return sum(times) / 1e6 if len(times) == len(costs) else None
 
 
 @dataclass(frozen=True, eq=False)
