@@ -11,6 +11,16 @@ from moec.layout import Shard, layout
 Faults = Iterator[str]
 
 
+def _stage_ends(program: Program) -> Faults:
+    """The first stage embeds and the last one gives logits; what lies between is received and sent."""
+    found = {op_of(node).name for _, node in program.nodes()}
+    where, last = f"stage {program.stage} of {program.mesh.pp}", program.mesh.pp - 1
+    if ("receive" in found) != (program.stage > 0):
+        yield f"{where} {'receives its rows' if 'receive' in found else 'embeds tokens'}"
+    if ("send" in found) != (program.stage < last):
+        yield f"{where} {'sends its rows on' if 'send' in found else 'gives logits'}"
+
+
 def _all_placed(program: Program) -> Faults:
     yield from (f"experts {table} are not placed" for table in program.experts if table not in program.placements)
 
@@ -34,6 +44,17 @@ def _experts_split(program: Program) -> Faults:
                 yield f"{body.name}: {name} lies whole on every rank"
 
 
+def _exchange_settled(program: Program) -> Faults:
+    for name, value in (("exchange", program.exchange), ("combine", program.combine)):
+        if value == "auto":
+            yield f"the {name} auto is not settled"
+
+
+def _overlap_settled(program: Program) -> Faults:
+    if program.overlap == "auto":
+        yield "overlap auto is not settled"
+
+
 def _no_coarse(program: Program) -> Faults:
     yield from (f"{body.name}: moe is left" for body, node in program.nodes() if op_of(node).name == "moe")
 
@@ -50,9 +71,12 @@ def _all_served(program: Program) -> Faults:
 
 
 PROMISES: dict[str, Callable[[Program], Faults]] = {
+    "split-stages": _stage_ends,
     "place-experts": _all_placed,
     "shard-attention": _batch_split,
     "shard-experts": _experts_split,
+    "choose-exchange": _exchange_settled,
+    "plan-overlap": _overlap_settled,
     "insert-exchange": _no_coarse,
     "plan-memory": _memory_known,
     "choose-kernels": _all_served,

@@ -1,12 +1,15 @@
-"""The part of the verifier that follows values through a body: collectives, routing metadata, KV states."""
+"""The part of the verifier that follows values through a body: collectives, joined parameters, KV states.
+
+Routed rows: `ir_verifier_rows`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch import fx
 
-from moec.ir import Body, Program, State, Type, is_op, op_of, operands, results_of, type_of
+from moec.ir import Body, Program, State, Type, is_op, op_of, type_of
 from moec.layout import Replicate, Shard
 
 Faults = Iterator[str]
@@ -39,137 +42,19 @@ def check_collectives(program: Program, body: Body) -> Faults:
 JOINED = {"gate_up": 0, "grouped_gate_up": 1}
 
 
-# --- routing -----------------------------------------------------------------------------------------------------
-
-
-def check_routing(program: Program, body: Body) -> Faults:
-    """Rows that end a hop or leave their experts are those that started it, with the weights of the ids that did."""
-    for node in body.graph.nodes:
-        if not is_op(node):
-            continue
+def check_joined(program: Program, body: Body) -> Faults:
+    """A parameter of two parts is read as two, and only there."""
+    for node in filter(is_op, body.graph.nodes):
         name = op_of(node).name
-        if name in ENDS:
-            yield from ENDS[name](node)
-        elif name == "moe" and not _belong(node.args[1], node.args[2]):
-            yield "moe weighs with other weights than those routed with its ids"
-        elif name in JOINED:
-            weight = node.args[-1]
-            param = body.params.get(str(weight.target)) if isinstance(weight, fx.Node) else None
+        read = [body.params.get(str(value.target)) for value in node.args if isinstance(value, fx.Node)]
+        if name in JOINED:
+            param = read[-1]
             if param is None or len(param.parts) != 2 or param.dim != JOINED[name]:
                 yield f"{name} reads gate and up from a parameter that does not join the two along dim {JOINED[name]}"
-        else:
-            for weight in node.args:
-                param = body.params.get(str(weight.target)) if isinstance(weight, fx.Node) else None
-                if param is not None and len(param.parts) > 1:
-                    yield f"{name} reads {' and '.join(param.parts)} as one parameter"
-
-
-def _reduce_faults(node: fx.Node) -> Faults:
-    rows, pairs, weights = operands(node)
-    grouped = _result(pairs, "group_rows", 2)
-    if grouped is None:
-        yield "reduce_rows takes its pairs from no group_rows"
-    elif _start(rows, "group_rows") is not grouped:
-        yield "reduce_rows takes rows that were grouped by another group_rows"
-    elif not _belong(grouped.args[1], weights):
-        yield "reduce_rows weighs with other weights than those that came with the ids of its rows"
-
-
-def _fan_in_faults(node: fx.Node) -> Faults:
-    rows, origin, ids = operands(node)
-    started = _result(origin, "fan_out", 2)
-    if started is None:
-        yield "fan_in takes its origins from no fan_out"
-    elif started.args[1] is not ids:
-        yield "fan_in returns to other rows than those that were fanned out"
-    elif _start(rows, "fan_out") is not started:
-        yield "fan_in takes rows that were fanned out by another fan_out"
-
-
-def _combine_faults(node: fx.Node) -> Faults:
-    rows, order, weights = operands(node)
-    listed, started = _result(order, "pair_order", 0), _start(rows, "fan_out")
-    if listed is None:
-        yield "combine takes its order from no pair_order"
-    elif started is None or started.args[1] is not listed.args[0]:
-        yield "combine takes rows of other ids than those it orders by"
-    elif not _belong(listed.args[0], weights):
-        yield "combine weighs with other weights than those routed with its ids"
-
-
-def _all_to_all_faults(node: fx.Node) -> Faults:
-    """The two count lists describe one exchange, the one whose rows travel."""
-    rows, *counts = operands(node)
-    started = _start(rows, "fan_out")
-    if started is not None and started.kwargs["group"] != node.kwargs["group"]:
-        yield f"an all-to-all over {node.kwargs['group']} takes rows fanned out over {started.kwargs['group']}"
-    if not counts:
-        if started is None or started.kwargs["bound"] is None:
-            yield "an all-to-all of equal pieces takes rows that are not padded"
-        return
-    sent, received = counts
-    told, listed = _maker(received), _result(sent, "pair_order", 1)
-    if listed is not None:
-        is_theirs = told is not None and op_of(told).name == "count_pairs" and started is not None
-        if not is_theirs or started is None or started.args[1] is not listed.args[0]:
-            yield "an all-to-all of pairs takes counts of other rows"
-    elif _result(sent, "fan_out", 1) is not started:
-        yield "an all-to-all takes counts of another fan_out than its rows"
-    elif told is None or op_of(told).name != "exchange_counts" or told.args[0] is not sent:
-        yield "an all-to-all takes counts that were not exchanged for its rows"
-
-
-ENDS: dict[str, Callable[[fx.Node], Faults]] = {
-    "reduce_rows": _reduce_faults,
-    "fan_in": _fan_in_faults,
-    "combine": _combine_faults,
-    "all_to_all.start": _all_to_all_faults,
-}
-
-
-def _maker(value: object) -> fx.Node | None:
-    """The operation that makes a value."""
-    if not isinstance(value, fx.Node) or value.op != "call_function":
-        return None
-    return value if is_op(value) else value.all_input_nodes[0]
-
-
-def _result(value: object, name: str, index: int) -> fx.Node | None:
-    """The operation `name` of which a value is result `index`."""
-    maker = _maker(value)
-    if maker is None or op_of(maker).name != name or value is not results_of(maker)[index]:
-        return None
-    return maker
-
-
-def _belong(ids: object, weights: object) -> bool:
-    """Ids and weights came together: from one route (each perhaps cut and all-gathered) or out of one message."""
-    first, second = _maker(ids), _maker(weights)
-    while first is not None and second is not None and op_of(first).name in ("all_gather_rows", "chunk_rows"):
-        if first.target is not second.target or first.kwargs != second.kwargs:
-            return False
-        ids, weights = first.args[0], second.args[0]
-        first, second = _maker(ids), _maker(weights)
-    for name, index in (("route", 0), ("open_rows", 1)):
-        found = _result(ids, name, index)
-        if found is not None:
-            return found is _result(weights, name, index + 1)
-    return False
-
-
-def _start(value: object, name: str) -> fx.Node | None:
-    """The operation `name` that rows started from, past the hops that have ended since."""
-    while (maker := _maker(value)) is not None and op_of(maker).name != name:
-        kind = op_of(maker).name
-        if kind == "fan_in":
-            ended = _result(maker.args[1], "fan_out", 2)
-            value = ended.args[0] if ended is not None else None
-        elif kind in ("reduce_rows", "return_rows") and name != "group_rows":
-            grouped = _result(maker.args[1], "group_rows", 2)
-            value = grouped.args[0] if grouped is not None else None
-        else:
-            value = maker.args[0] if maker.args else None
-    return maker
+            continue
+        for param in read:
+            if param is not None and len(param.parts) > 1:
+                yield f"{name} reads {' and '.join(param.parts)} as one parameter"
 
 
 # --- KV states ---------------------------------------------------------------------------------------------------

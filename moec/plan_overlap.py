@@ -37,7 +37,8 @@ def plan_overlap(program: Program, lower: Lower) -> Overlap:
         return Overlap(None, {}, "off", "nothing is exchanged")
     off, unknown = _time(program, lower, "off")
     if unknown:
-        return Overlap(None, {}, "off", f"the cluster gives no rate for {', '.join(unknown)}")
+        chosen, asked = ("off", "") if program.overlap == "auto" else (program.overlap, "asked for; ")
+        return Overlap(None, {}, chosen, f"{asked}the cluster gives no rate for {', '.join(unknown)}")
     times = {chunks: _time(program, lower, chunks)[0] for chunks in _candidates(program)}
     best = min(times, key=lambda chunks: times[chunks])
     gain = (off - times[best]) / off if off else 0.0

@@ -96,7 +96,8 @@ def plan(
     mesh = MeshSpec("mesh", cluster, *found.values(), placement, SPAN, pp)
     combine = combine or ("ordered" if exchange == "flat" else "reduced")
     prefill, decode = (
-        Phase(name, tokens, exchange, SPAN, combine, overlap=overlap) for name, tokens in (("prefill", 16), ("decode", 8))
+        Phase(name, tokens, exchange, SPAN, combine, overlap=overlap)
+        for name, tokens in (("prefill", 16), ("decode", 8))
     )
     return Plan("plan", model, mesh, "fp32", 16, prefill, decode, SPAN)
 

@@ -73,7 +73,7 @@ def _counts_of_another_hop(program: Program) -> None:
     second.args = (second.args[0], *first.args[1:])
 
 
-@mistake("two_hop", "fan_in cannot take")
+@mistake("two_hop", "rows and origins differ: Q and P")
 def _hops_closed_in_the_order_they_were_opened(program: Program) -> None:
     body = layer(program)
     first, second = ops(body, "fan_in")
@@ -173,13 +173,14 @@ def _equal_pieces_of_rows_that_are_not_padded(program: Program) -> None:
         start.args = start.args[:1]
 
 
-@mistake("padded", "takes rows that are not padded")
-def _padding_by_another_exchange(program: Program) -> None:
-    """As many rows as the ranks have, but each destination's are where they fall."""
-    (sent,) = ops(layer(program), "fan_out")
-    sent.kwargs = {**sent.kwargs, "bound": None}
-    for node in ops(layer(program), "all_to_all.start"):
-        node.meta["keep"] = True
+@mistake("padded", "rows and rows that travel differ: 32 and P")
+def _padded_rows_sent_by_their_counts(program: Program) -> None:
+    body = layer(program)
+    (fan_out,), start = ops(body, "fan_out"), ops(body, "all_to_all.start")[0]
+    attrs = {"table": "routed", "group": "experts.ep"}
+    counts = results_of(fan_out)[1]
+    (recv,) = put(program, body, fan_out, "exchange_counts", counts, **attrs)
+    start.args = (*start.args, counts, recv)
 
 
 @mistake("chunks", "part 0 is ('T.1', 10)")
@@ -195,11 +196,10 @@ def _chunk_left_out(program: Program) -> None:
     join.args = join.args[:-1]
 
 
-@mistake("chunks", "rows and rows of ids differ: T.0 and T.1")
+@mistake("chunks", "rows and rows of ids differ: T.1 and T.0")
 def _ids_of_another_chunk(program: Program) -> None:
     first, second, *_ = ops(layer(program), "fan_out")
-    first.args = (first.args[0], *second.args[1:])
-    second.append(first)
+    second.args = (second.args[0], *first.args[1:])
 
 
 @mistake("flat", "operand 2 of combine is i64, not fp32")
@@ -248,8 +248,10 @@ def _whole_batch_combined_as_a_part(program: Program) -> None:
     body = layer(program)
     (node,) = ops(body, "moe")
     x, ids, weights, *_ = node.args
-    order, counts = put(program, body, weights, "pair_order", ids, table="routed", group="experts.ep")
-    rows, *_ = put(program, body, counts, "group_rows", x, ids, table="routed")
+    order, counts = put(
+        program, body, weights.all_input_nodes[0], "pair_order", ids, table="routed", group="experts.ep"
+    )
+    rows, *_ = put(program, body, counts.all_input_nodes[0], "group_rows", x, ids, table="routed")
     (y,) = put(program, body, rows.all_input_nodes[0], "combine", rows, order, weights, table="routed")
     node.replace_all_uses_with(y)
 
@@ -260,11 +262,11 @@ def _whole_batch_weighed_as_a_part(program: Program) -> None:
     body = layer(program)
     (node,) = ops(body, "moe")
     x, ids, weights, *_ = node.args
-    (sizes,) = put(program, body, weights, "exchange_sizes", x, group="experts.ep")
+    (sizes,) = put(program, body, weights.all_input_nodes[0], "exchange_sizes", x, group="experts.ep")
     (all_x,) = put(program, body, sizes, "all_gather_rows", x, sizes, group="experts.ep")
     (all_ids,) = put(program, body, all_x, "all_gather_rows", ids, sizes, group="experts.ep")
     rows, _, pairs = put(program, body, all_ids, "group_rows", all_x, all_ids, table="routed")
-    (y,) = put(program, body, pairs, "reduce_rows", rows, pairs, weights, table="routed")
+    (y,) = put(program, body, pairs.all_input_nodes[0], "reduce_rows", rows, pairs, weights, table="routed")
     node.replace_all_uses_with(y)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moec.ir import Program, Run
-from tests.planted.tools import bypass, layer, mistake, ops, put, unseen
+from tests.planted.tools import BASES, bypass, layer, mistake, ops, put, unseen
+from tests.programs import compiled, plan
 
 
 @mistake("layers", "layers run as [0, 1, 1, 2], not once each")
@@ -51,21 +52,16 @@ def _read_before_made(program: Program) -> None:
     first.replace_input_with(first.args[0], last)
 
 
-@mistake("stage", "stage 0 of 2 ends in take, add, rms_norm, linear: only the last gives logits")
+@mistake("stage", "stage 0 of 2 gives logits")
 def _stage_that_gives_logits(program: Program) -> None:
     """The head as in a program of one stage, so that nothing reaches the next."""
     whole = compiled(plan(**BASES["stage"] | {"pp": 1}))
     program.bodies["epilogue"] = whole.bodies["epilogue"]
 
 
-@mistake("stage", "stage 1 of 2 starts in embed: only the first reads tokens")
+@mistake("stage", "stage 1 of 2 embeds tokens")
 def _stage_that_embeds_again(program: Program) -> None:
     program.stage = 1
-
-
-@mistake("stage", "stage 0 of 2 has 2 of 2 layers, not 1")
-def _stage_with_the_layers_of_the_next(program: Program) -> None:
-    program.runs[1] = Run("sparse", range(2))
 
 
 @mistake("stage", "this is stage 2 of 2")

@@ -65,7 +65,7 @@ def _logits_not_gathered(program: Program) -> None:
 def _tokens_added_before_the_reduce_scatter(program: Program) -> None:
     body = layer(program)
     (reduced,), gathered = ops(body, "reduce_rows"), ops(body, "all_gather_rows")[0]
-    (total,) = put(program, body, combined, "add", reduced, gathered)
+    (total,) = put(program, body, reduced, "add", reduced, gathered)
     reduced.replace_all_uses_with(total, lambda user: user is not total)
 
 
