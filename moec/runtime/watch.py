@@ -36,7 +36,7 @@ SECTION_SECONDS = {
     "setup": 60.0,  # a driver that starts, a name server that does not answer
     "load": 120.0,  # counted anew with each block read: a network file system that hiccups
     "compile": 600.0,  # a compiler in another process
-    "step": 8.0,  # nothing but computing, and waiting for peers, which is not counted
+    "step": 7.0,  # nothing but computing, and waiting for peers, which is not counted; told within 10 s
     "output": math.inf,  # the reader decides
     "shutdown": 30.0,
 }
