@@ -2,7 +2,7 @@
 
 A case in `tests/golden/passes/<pass>/` is an equation: program text, a line `// pass NAME{OPTIONS}`, and what the pass
 made of it. So that only what matters is shown, the first half may leave out any header line but `mesh`, and the
-prologue, epilogue and runs: they stand in as below. The second half is the header lines and bodies that changed.
+prologue, epilogue and runs: they stand in as below. The second half is the header lines, bodies and runs that changed.
 """
 
 from __future__ import annotations
@@ -100,12 +100,13 @@ def _served(program: Program, node: fx.Node) -> fx.Node:
 
 
 def changed(before: Program, after: Program, text: str) -> str:
-    """Header lines of `after`, and of its bodies those that `text` shows, that `before` has not; `done` apart."""
+    """Header lines and runs of `after`, and of its bodies those that `text` shows, that `before` has not; `done` apart."""
     old, new = (print_program(p).partition("\nbody ")[0].splitlines() for p in (before, after))
     header = [line for line in new if line not in old and not line.startswith("done")]
+    ran, runs = ([line for line in print_program(p).splitlines() if line.startswith("run ")] for p in (before, after))
     shown = [body for name, body in after.bodies.items() if f"body {name} {{" in text]
     bodies = [print_body(body) for body in shown if print_body(body) != print_body(before.bodies[body.name])]
-    blocks = ["\n".join(lines) for lines in (header, *bodies)]
+    blocks = ["\n".join(lines) for lines in (header, *bodies, runs if runs != ran else [])]
     return "\n\n".join(filter(None, blocks)) or "// unchanged"
 
 
@@ -177,9 +178,10 @@ def test_options_are_spelled_as_on_the_command_line() -> None:
     ("text", "message", "help"),
     [
         ("choose-kernel", "there is no pass `choose-kernel`", "did you mean `choose-kernels`?"),
-        ("", "there is no pass ``", "known passes: place-experts, infer-shapes"),
+        ("", "there is no pass ``", "known passes: split-stages, place-experts, infer-shapes"),
         ("choose-kernels{prefer=triton", "there is no pass `choose-kernels{prefer=triton`", ""),
         ("choose-kernels{speed=9}", "choose-kernels cannot take speed=9", "options of choose-kernels: prefer"),
+        ("split-stages{stage=last}", "split-stages cannot take stage=last", "options of split-stages: stage"),
         ("plan-memory{limit=9}", "plan-memory cannot take limit=9", "options of plan-memory: none"),
         ("choose-kernels{prefer}", "choose-kernels cannot take prefer", "options of choose-kernels: prefer"),
     ],
@@ -209,7 +211,7 @@ def test_a_pass_that_fails_is_named_with_its_predecessors() -> None:
     (diagnostic,) = refused.value.diagnostics
     assert diagnostic.code == "E0404"
     assert diagnostic.message.startswith(
-        "pass infer-shapes failed (after place-experts): 7 does not divide into heads of 4"
+        "pass infer-shapes failed (after split-stages, place-experts): 7 does not divide into heads of 4"
     )
 
 
@@ -221,7 +223,7 @@ def test_passes_run_as_far_as_asked_and_are_seen() -> None:
 
     program = program_of(plan([moe()]))
     run_passes(program, [cls() for cls in PASSES], [observe], stop_after="shard-attention")
-    names = ("place-experts", "infer-shapes", "shard-attention")
+    names = ("split-stages", "place-experts", "infer-shapes", "shard-attention")
     assert seen == [(name, names[: i + 1]) for i, name in enumerate(names)]
     assert program.done == names
 
