@@ -146,14 +146,13 @@ class MeshSpec:
 
     @property
     def nodes(self) -> int:
-        """Nodes that each ep group spans with the same number of its ranks in each; 0 where the groups do not."""
+        """Nodes that each ep group of every stage spans with the same number of its ranks in each; 0: not all do."""
         block = self.ep * self.etp
         found = set()
-        for first in (edp_i * block + etp_i for edp_i in range(self.edp) for etp_i in range(self.etp)):
-            in_node = Counter(
-                self.cluster.node_of(rank) for rank in range(first, first - first % block + block, self.etp)
-            )
-            found.add(len(in_node) if len(set(in_node.values())) == 1 else 0)
+        for start in range(0, self.pp * self.edp * block, block):
+            for etp_i in range(self.etp):
+                in_node = Counter(self.cluster.node_of(rank) for rank in range(start + etp_i, start + block, self.etp))
+                found.add(len(in_node) if len(set(in_node.values())) == 1 else 0)
         return found.pop() if len(found) == 1 else 0
 
 
@@ -163,7 +162,7 @@ class Phase:
 
     `exchange`: flat, padded, gather, two_hop or aggregate. `combine`: ordered (a row per choice comes home) or reduced
     (sums do). Either is auto where the compiler is to choose. `capacity`: room of a padded exchange in even shares,
-    None for every token; `drop` what does not fit.
+    None for every token; `drop` what does not fit. `overlap`: off, auto, or the number of chunks.
     """
 
     name: str  # prefill | decode

@@ -98,10 +98,8 @@ class Fields:
         self._mistyped(key, "`true` or `false`", value, node.span)
         return None
 
-    def choice(
-        self, key: str, options: Sequence[str], default: str | None = None, unbuilt: Sequence[str] = ()
-    ) -> str | None:
-        """One of a few words. A word of `unbuilt` is known, and refused as not built yet."""
+    def choice(self, key: str, options: Sequence[str], default: str | None = None) -> str | None:
+        """One of a few words."""
         if default is not None and not self.has(key):
             return default
         node = self.need(key)
@@ -110,12 +108,8 @@ class Fields:
         word = node.id if isinstance(node, ast.Name) else node.name.id if isinstance(node, ast.Call) else None
         if isinstance(node, ast.Name) and word in options:
             return word
-        if word in unbuilt:
-            message = f"`{key} = {word}` is not built yet"
-            self.problems.add("E0219", message, node.span, help=f"what is built: {_list(options)}")
-        else:
-            help = did_you_mean(word or "", options) or f"write one of {_list(options)}"
-            self.problems.add("E0209", f"`{node.span.text[:40]}` is not a value of `{key}`", node.span, help=help)
+        help = did_you_mean(word or "", options) or f"write one of {_list(options)}"
+        self.problems.add("E0209", f"`{node.span.text[:40]}` is not a value of `{key}`", node.span, help=help)
         return None
 
     def amount(self, key: str, dimension: str, example: str) -> float | None:

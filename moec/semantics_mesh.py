@@ -67,10 +67,9 @@ def check_mesh(node: ast.Mesh, values: Values, clusters: Mapping[str, Cluster | 
     if axes is None or placement is None or stages is None:
         return None
     degrees = _fill(axes)
-    if not _agree(node, degrees, values) or cluster is None:
+    if not _agree(node, degrees, stages, values) or cluster is None:
         return None
-    world = degrees["dp"] * degrees["tp"] * stages
-    cluster = _sized(node, cluster, world, values)
+    cluster = _sized(node, cluster, degrees["dp"] * degrees["tp"], stages, values)
     if cluster is None:
         return None
     return MeshSpec(node.name.id, cluster, **degrees, placement=placement, span=node.span, pp=stages)
@@ -163,7 +162,7 @@ def _view_span(node: ast.Mesh, kind: str) -> Span:
     return next((i.span for i in node.items if isinstance(i, ast.View) and i.kind == kind), node.name.span)
 
 
-def _agree(node: ast.Mesh, degrees: dict[str, int], values: Values) -> bool:
+def _agree(node: ast.Mesh, degrees: dict[str, int], stages: int, values: Values) -> bool:
     """Both views span the same ranks, and their tensor degrees nest."""
     problems, at = values.problems, _view_span(node, "experts")
     attention, experts = describe(degrees, "attention"), describe(degrees, "experts")
@@ -173,8 +172,9 @@ def _agree(node: ast.Mesh, degrees: dict[str, int], values: Values) -> bool:
         message = f"the two views span different numbers of ranks: {attention}, but {experts}"
         problems.add("E0301", message, at, experts, "make dp * tp equal to edp * ep * etp", also)
         return False
-    if world > MAX_RANKS:
-        message = f"a mesh has at most {MAX_RANKS} ranks: {attention}"
+    if world * stages > MAX_RANKS:
+        product = attention if stages == 1 else f"{attention}, times pp({stages}) = {world * stages}"
+        message = f"a mesh has at most {MAX_RANKS} ranks: {product}"
         problems.add("E0302", message, _view_span(node, "attention"), help="lower a degree")
         return False
     tp, etp = degrees["tp"], degrees["etp"]
@@ -203,19 +203,27 @@ def _cluster(node: ast.Mesh, values: Values, clusters: Mapping[str, Cluster | No
     return replace(cluster, num_nodes=nodes)
 
 
-def _sized(node: ast.Mesh, cluster: Cluster, world: int, values: Values) -> Cluster | None:
-    """The cluster, which must have exactly `world` devices; one of open size takes as many as needed."""
+def _sized(node: ast.Mesh, cluster: Cluster, ranks: int, stages: int, values: Values) -> Cluster | None:
+    """The cluster, of exactly as many devices as all stages have ranks; one of open size takes as many as needed."""
+    world = ranks * stages
     if cluster.devices_per_node == 0 and world % cluster.num_nodes == 0:
         return replace(cluster, devices_per_node=world // cluster.num_nodes)
     if cluster.num_devices == world:
         return cluster
     where = node.location
     span = where.span if where else node.name.span
-    size = f"{cluster.num_nodes} nodes of {cluster.devices_per_node or 'equally many'} devices"
+    nodes = f"{cluster.num_nodes} node{'s' * (cluster.num_nodes > 1)}"
+    size = f"{nodes} of {cluster.devices_per_node or 'equally many'} devices"
     message = f"the mesh has {world} ranks, but `{cluster.name}` has {size}"
     if cluster.devices_per_node:
         message += f" = {cluster.num_devices}"
     degrees = _view_span(node, "attention")
-    also = [Label(degrees, f"{world} ranks")] if degrees != node.name.span else []
+    also = [Label(degrees, f"{ranks} ranks")] if degrees != node.name.span else []
+    also += [Label(item.span, f"times {stages}") for item in node.items if _is_stages(item)]
     values.problems.add("E0302", message, span, help="make the product of the axes equal to the devices", also=also)
+    return None
+
+
+def _is_stages(item: ast.View | ast.Setting) -> bool:
+    return isinstance(item, ast.Setting) and item.name.id == "stages"
     return None

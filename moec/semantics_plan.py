@@ -145,22 +145,22 @@ def _drop(items: Sequence[ast.Setting | ast.Capped], values: Values) -> bool:
 def _overlap(fields: Fields, exchange: str | None) -> str | None:
     """`off`, `auto`, or in how many chunks the tokens of a sparse layer go."""
     node = fields.need("overlap") if fields.has("overlap") else None
-    if not isinstance(node, ast.Number):
+    if node is None or isinstance(node, (ast.Name, ast.Call)):
         return fields.choice("overlap", ("off", "auto"), "off")
     chunks = fields.whole("overlap", low=2, high=MOST_CHUNKS)
     if chunks is not None and exchange == "padded":
-        _refuse_pair(
-            fields, f"overlap = {chunks}", exchange, "a padded step has one shape: use `overlap = auto` or `off`"
-        )
+        help = "a padded step has one shape: use `overlap = auto` or `off`"
+        _refuse_pair(fields, f"overlap = {chunks}", exchange, help)
     return None if chunks is None else str(chunks)
 
 
 def _join(model: Model, mesh: MeshSpec, run: Span, values: Values) -> None:
     """Every dimension that a mesh axis shards splits evenly; the errors say which degrees would do."""
     if mesh.pp > len(model.layers):
-        also = [Label(model.span, f"{len(model.layers)} layers are declared here")]
-        message = f"{len(model.layers)} layers cannot be split over pp({mesh.pp})"
-        values.problems.add("E0310", message, run, help=f"use at most pp({len(model.layers)})", also=also)
+        depth = f"{len(model.layers)} layer{'s' * (len(model.layers) > 1)}"
+        message = f"the {depth} of `{model.name}` cannot be split over pp({mesh.pp})"
+        help = f"pp can be 1 to {len(model.layers)}"
+        values.problems.add("E0310", message, run, help=help, also=[Label(mesh.span, f"pp({mesh.pp})")])
     for layer in dict.fromkeys(model.layers):
         attention, ffn = layer.attention, layer.ffn
         heads = f"the {attention.heads} heads of `{attention.name}`"

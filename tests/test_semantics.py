@@ -266,6 +266,55 @@ def test_nodes_that_an_expert_group_spans(nodes: int, devices: int, experts: str
         assert errors(mesh, "plan.exchange=aggregate") == ["E0309"]
 
 
+@pytest.mark.parametrize(
+    ("nodes", "devices", "spanned"),
+    [
+        (2, 4, 1),  # a stage on each node
+        (4, 2, 2),
+        (8, 1, 4),
+        (1, 8, 1),
+        (5, 2, 0),  # not the right size
+        (2, 6, 0),  # ranks 0-3 and 8-11 are in one node, 4-7 in two
+    ],
+)
+def test_nodes_that_an_expert_group_spans_in_every_stage(nodes: int, devices: int, spanned: int) -> None:
+    stages = nodes * devices // 4
+    mesh_text = f"mesh x on box[{nodes}] {{ experts = ep(4)  stages = pp({stages}) }}"
+    text = f"cluster box {{ devices = {devices} }}\n{MODEL}{mesh_text}\n"
+    if nodes * devices % 4:
+        assert errors(text) == ["E0302"]
+        return
+    mesh = plan_of(text).mesh
+    assert (mesh.nodes, mesh.pp) == (spanned, stages)
+    if not spanned:
+        assert errors(text, "plan.exchange=two_hop") == ["E0309"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "code"), [(1, None), (4, None), (5, "E0310"), (1 << 14, "E0310"), (1 << 15, "E0302")]
+)
+def test_stages_are_bounded_by_layers_and_ranks(stages: int, code: str | None) -> None:
+    text = f"{MODEL}mesh x {{ attention = dp(4)  stages = pp({stages}) }}\nplan p {{ run m on x }}\n"
+    if code is None:
+        assert plan_of(text).mesh.cluster.num_devices == 4 * stages
+    else:
+        assert errors(text) == [code]
+
+
+@pytest.mark.parametrize(
+    ("settings", "overlap"), [("", "off"), ("overlap = off", "off"), ("overlap = auto", "auto"), ("overlap = 2", "2")]
+)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_overlap_goes_with_every_exchange_but_chunks_of_a_padded_one(
+    settings: str, overlap: str, exchange: str
+) -> None:
+    text = MODEL + f"plan p {{ run m  decode {{ exchange = {exchange}  {settings} }} }}"
+    if (exchange, overlap) == ("padded", "2"):
+        assert errors(text) == ["E0224"]
+    else:
+        assert plan_of(text).decode.overlap == overlap
+
+
 def test_uneven_nodes_are_refused_by_the_pass_too() -> None:
     """A program can come from its own text, which the checker never saw."""
     head = "cluster box { devices = 4 }\n"
@@ -511,6 +560,11 @@ FULL = MODEL + (
         (["plan.decode.batch=4"], lambda p: (p.decode.tokens, p.prefill.tokens) == (4, 32)),
         (["mesh.attention=tp(n)"], lambda p: (p.mesh.dp, p.mesh.tp, p.mesh.ep) == (1, 2, 2)),
         (["x.experts=ep(2)"], lambda p: p.mesh.ep == 2),
+        (["mesh.stages=pp(n)"], lambda p: (p.mesh.pp, p.mesh.dp, p.mesh.cluster.num_devices) == (2, 2, 4)),
+        (["plan.overlap=auto"], lambda p: (p.prefill.overlap, p.decode.overlap) == ("auto", "auto")),
+        (["plan.decode.overlap=8"], lambda p: (p.prefill.overlap, p.decode.overlap) == ("off", "8")),
+        (["plan.overlap=2 * n"], lambda p: p.decode.overlap == "4"),
+        (["plan.exchange=padded", "plan.overlap=auto"], lambda p: p.decode.overlap == "auto"),
         (["mesh.placement=round_robin"], lambda p: p.mesh.placement == "round_robin"),
         (["const.n=3"], lambda p: p.mesh.dp == 3),
         (["mesh.attention=dp(n)*tp(3)"], lambda p: (p.mesh.dp, p.mesh.tp) == (2, 3)),
@@ -545,7 +599,13 @@ def test_set_on_the_default_plan_and_mesh() -> None:
         ("plan.context=3 4", "E0101", ""),
         ("plan.context=0", "E0208", ""),
         ("plan.context=\x00", "E0111", ""),
-        ("plan.overlap=auto", "E0219", "what is built: `off`"),
+        ("plan.overlap=1", "E0208", "at least 2"),
+        ("plan.overlap=9", "E0208", "at most 8"),
+        ("plan.overlap=2.5", "E0207", ""),
+        ("plan.overlap=atuo", "E0209", "did you mean `auto`?"),
+        ("mesh.stages=pp(0)", "E0208", "at least 1"),
+        ("mesh.stages=2", "E0209", "write `pp(...)`"),
+        ("mesh.replicas=2", "E0219", "leave `replicas` out"),
         ("const.n.x=3", "E0222", ""),
         ("plan.run=m", "E0202", ""),
         ("model.attention.heads=3", "E0222", ""),
