@@ -64,6 +64,8 @@ KILLED = r"error\[E0601\]: rank 2 \(pid \d+\) was killed by SIGKILL during "
 STOPPED = r"error\[E0620\]: rank 2 \(pid \d+, state T: stopped\) stopped answering \d\.\d s ago during "
 STUCK = r"error\[E0621\]: rank 2 \(pid \d+, state S: sleeping\) has not moved for \d\.\d s during grouped_linear of "
 SLOW = r"note: rank 2 \(pid \d+.*\) is slow: its experts took .*median of 16 steps"
+#: No fault, but a mark when the last rank comes to the handshake.
+MET = fault("pause@handshake:seconds=0")
 FIVE, DEAD = frozenset({5}), frozenset({5, -9})
 
 ROWS = [
@@ -75,11 +77,11 @@ ROWS = [
     Row("F03", "kill -9 of the launcher", {}, "", frozenset({-9}), 5),
     Row("F05", "kill -9 while loading", fault("kill@load:rank=2"), KILLED + "load", FIVE, 5),
     Row("F05", "kill -9 in a first collective", fault("kill@join experts.ep:rank=2"), KILLED + "join", FIVE, 5),
-    Row("F06", "another plan on one rank", {}, r"error\[E0622\]: ranks 0 and 3 do not have the same program",
+    Row("F06", "another plan on one rank", MET, r"error\[E0622\]: ranks 0 and 3 do not have the same program",
         frozenset({3, 5}), 10, ranks=4, extra=("--set", "plan.context=1024")),
-    Row("F16", "3 of 4 ranks", {"MOEC_JOIN_TIMEOUT": "10"}, r"plan wants 4 ranks .* got 3: rank 3 missing", FIVE,
+    Row("F16", "3 of 4 ranks", MET | {"MOEC_JOIN_TIMEOUT": "10"}, r"plan wants 4 ranks .* got 3: rank 3 missing", FIVE,
         20, ranks=3),
-    Row("F16", "a world of 3 for 4", {}, r"error\[E0603\]: plan wants 4 ranks .* got 3", FIVE, 10, ranks=3, world=3),
+    Row("F16", "a world of 3 for 4", MET, r"error\[E0603\]: plan wants 4 ranks .* got 3", FIVE, 10, ranks=3, world=3),
     Row("F17", "experts 5 times slower", fault("slow@experts:rank=2"), SLOW, frozenset({0}), None),
     Row("F18", "60 s in a first compile", fault("pause@compile:rank=2,seconds=60"), "", frozenset({0}), None,
         args=("--kernels", "interpret", "--max-new-tokens", "1")),

@@ -7,7 +7,8 @@
 - `slow` (from here on the operation takes five times as long).
 
 The place is an operation (`all_to_all`, `join experts.ep`), a section of the run (`load`, `compile`, `step`) or a part
-of a step (`experts`). Unset, nothing happens. With MOEC_FAULT_MARK=FILE, that file is made when the fault strikes.
+of a step (`experts`). Unset, nothing happens. With MOEC_FAULT_MARK=FILE, that file is touched when the fault strikes
+(but for `slow`).
 """
 
 from __future__ import annotations
@@ -61,7 +62,6 @@ class Fault:
     def stretch(self, places: Collection[str], step: int | None, rank: int, nanoseconds: int) -> None:
         """After an operation that took `nanoseconds`, wait as long as a slow rank would take longer."""
         if self.action == "slow" and self._is_here(places, step, rank):
-            _mark()
             time.sleep(nanoseconds * (SLOWNESS - 1) / 1e9)
 
     def _is_here(self, places: Collection[str], step: int | None, rank: int) -> bool:
@@ -94,6 +94,5 @@ def parse_fault(text: str) -> Fault:
 
 
 def _mark() -> None:
-    path = os.environ.get(MARK_VARIABLE)
-    if path and not Path(path).exists():
+    if path := os.environ.get(MARK_VARIABLE):
         Path(path).touch()

@@ -131,7 +131,7 @@ class Peers:
                 return rank, pid
         return None
 
-    def quiet(self) -> tuple[int, Process, Reading] | None:
+    def quiet(self) -> tuple[int, Process] | None:
         """A rank on another host that shows nothing new for two seconds, and has not ended in order."""
         assert self.store is not None
         here = socket.gethostname()
@@ -145,7 +145,7 @@ class Peers:
         for key, old, new in zip(keys, before, after, strict=False):
             rank = int(key.partition("/")[2])
             if old == new and not self._has_left(rank):
-                return rank, self.process(rank), _reading(new)
+                return rank, self.process(rank)
         return None
 
     def publish(self, slot: memoryview) -> None:

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NoReturn, Protocol
 
 import torch.distributed as dist
@@ -77,12 +78,12 @@ def run_as_rank(work: Callable[[Start], object]) -> NoReturn:
         base = PrefixStore("torch", store) if store is not None else None
 
         def start(world: int, mesh: str, kind: str, digests: Mapping[str, str] | None = None) -> Rank:
+            status.enter("handshake")
             plan = f"{world} rank{'s' * (world != 1)} ({mesh})"
             if seat.world != world:
                 again = f"start it with torchrun --nproc-per-node {world}"
                 raise fail("E0603", f"plan wants {plan}, got {seat.world}", again)
             assert peers is not None
-            status.enter("init")
             peers.wait_for_all(plan, digests or {})
             return start_rank(seat.rank, world, (seat.local_rank, seat.local_world), kind, base, status)
 
@@ -132,8 +133,8 @@ def _report_lost(report: Report, status: Status, peers: Peers) -> int:
     if found is not None:
         report = died(*found, "died", status.place)
     elif not peers.claimed() and (far := peers.quiet()) is not None:
-        rank, process, reading = far
-        report = Report("E0601", f"rank {rank} ({process}) died, or its host is gone,{reading.place}")
+        rank, process = far
+        report = Report("E0601", f"rank {rank} ({process}) died, or its host is gone,{status.place}")
     if not peers.claimed() and peers.claim():
         _print(report)
     code = 0 if peers.claimed() == "closed" else EXIT_PEER
@@ -193,8 +194,9 @@ def _look(watch: Watch, peers: Peers, status: Status) -> None:
     found = watch.look(time.monotonic(), ranks, peers.process)
     if found is not None and not peers.forget(found.rank):
         peers.accuse(found.rank)
+        here = f" when it last showed; rank {status.rank} waits{status.place}" if found.rank != status.rank else ""
         if peers.claim():
-            _print(found.report)
+            _print(replace(found.report, message=found.report.message + here))
         peers.end_accused()
         peers.leave(_FAREWELL_SECONDS)
         _end(EXIT_PEER)
