@@ -118,6 +118,20 @@ def test_check_shows_all_errors_with_their_lines(tmp_path: Path) -> None:
     assert "^^" in err
 
 
+def test_check_deep_counts_the_exchanges_it_proves() -> None:
+    file = EXAMPLE / "tiny.moe"
+    code, out, err = call("check", "--deep", file, "--set", "plan.exchange=gather")
+    assert (code, err) == (0, "")
+    proved, runs = out.splitlines()
+    assert re.fullmatch(rf"{re.escape(str(file))}: plan serve: [1-9]\d* exchanges proved", proved)
+    assert runs == f"{file}: plan serve runs tiny on 2 ranks"
+
+
+def test_check_counts_the_ranks_of_all_stages() -> None:
+    file = EXAMPLE / "tiny.moe"
+    assert call("check", file, "--set", "ranks.stages=pp(2)")[1] == f"{file}: plan serve runs tiny on 4 ranks\n"
+
+
 def test_fmt_checks_and_mends_in_place(tmp_path: Path) -> None:
     file = tmp_path / "a.moe"
     text = (EXAMPLE / "tiny.moe").read_text()
@@ -282,6 +296,20 @@ def test_logits_are_written_with_their_tokens_and_lengths(tmp_path: Path) -> Non
     assert saved["logits"][1, 1:].eq(0).all()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     done = moec("run", EXAMPLE / "tiny.moe", "--tokens", "1", "--logits", tmp_path / "absent" / "x").wait()
+    assert (done.code, "E0618" in done.err) == (4, True)
+
+
+def test_a_timeline_is_written_with_every_rank(tmp_path: Path) -> None:
+    out = tmp_path / "run.json"
+    found = run_json(EXAMPLE / "tiny.moe", "--tokens", "1,2,3", "--max-new-tokens", "2", "--timeline", out)
+    assert len(found["tokens"][0]) == 2
+    events = json.loads(out.read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert sorted(names.values()) == ["rank 0", "rank 1"]  # localhost has no rates to predict with
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in slices} == set(names)
+    assert all(event["dur"] >= 0 for event in slices)
+    done = moec("run", EXAMPLE / "tiny.moe", "--tokens", "1", "--timeline", tmp_path / "absent" / "x").wait()
     assert (done.code, "E0618" in done.err) == (4, True)
 
 

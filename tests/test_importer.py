@@ -75,7 +75,7 @@ def test_every_golden_has_its_config() -> None:
     assert {path.stem for path in GOLDEN.glob("*.moe")} == {path.stem for path in GOLDEN.glob("*.json")} != set()
 
 
-@pytest.mark.parametrize("mesh", [None, "ep=2", "tp=2", "dp=2,tp=2", "dp=2,edp=2,ep=1", "ep=3"])
+@pytest.mark.parametrize("mesh", [None, "ep=2", "tp=2", "dp=2,tp=2", "dp=2,edp=2,ep=1", "ep=3", "ep=2,pp=1"])
 def test_a_folder_with_weights_imports_into_a_program_that_checks(mesh: str | None, tmp_path: Path) -> None:
     folder = micro.write(tmp_path / "My Model-v0.1", max_position_embeddings=64, num_attention_heads=2, head_dim=2)
     text = import_model(folder, mesh, output=tmp_path / "out" / "it.moe")
@@ -85,7 +85,18 @@ def test_a_folder_with_weights_imports_into_a_program_that_checks(mesh: str | No
     assert plan.context == 64
     want = parse_mesh(mesh)
     spec = plan.mesh
-    assert (spec.dp, spec.tp, spec.edp, spec.ep, spec.etp) == (want.dp, want.tp, want.edp, want.ep, want.etp)
+    degrees = (want.dp, want.tp, want.edp, want.ep, want.etp, want.pp)
+    assert (spec.dp, spec.tp, spec.edp, spec.ep, spec.etp, spec.pp) == degrees
+
+
+def test_stages_are_written_and_need_as_many_layers(tmp_path: Path) -> None:
+    text = import_model(ROOT / "examples" / "tiny" / "config.json", "ep=2,pp=2")
+    assert "stages    = pp(2)" in text and format_text(text) == text
+    mesh = check(SourceFile("it.moe", text)).plan().mesh
+    assert (mesh.pp, mesh.ep, mesh.cluster.num_devices) == (2, 2, 4)
+    with pytest.raises(MoecError) as caught:  # of one layer
+        check(SourceFile("it.moe", import_model(micro.write(tmp_path), "pp=2")))
+    assert caught.value.diagnostics[0].code == "E0310"
 
 
 def test_the_weights_path_is_relative_to_the_file_that_is_written(
@@ -181,6 +192,10 @@ def test_numbers_are_short_and_exact(value: float, text: str) -> None:
         ("ep=2,etp=2", Degrees(dp=2, tp=2, ep=2, etp=2)),
         ("dp=2, tp=2", Degrees(dp=2, tp=2, ep=4)),
         ("dp=2,edp=2,ep=1", Degrees(dp=2, edp=2)),
+        ("pp=2", Degrees(pp=2)),
+        ("pp=3,ep=2", Degrees(dp=2, ep=2, pp=3)),
+        ("tp=2,pp=2", Degrees(tp=2, ep=2, pp=2)),
+        ("dp=2,ep=2,pp=1", Degrees(dp=2, ep=2)),
     ],
 )
 def test_meshes(text: str | None, want: Degrees) -> None:
@@ -190,7 +205,22 @@ def test_meshes(text: str | None, want: Degrees) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["ep", "ep=0", "ep=-1", "ep=two", "epp=2", "ep=2,ep=2", "pp=2", "dp=2,ep=3", "ep=2;etp=2", ",", "ep=9999999"],
+    [
+        "ep",
+        "ep=0",
+        "ep=-1",
+        "ep=two",
+        "epp=2",
+        "ep=2,ep=2",
+        "dp=2,ep=3",
+        "ep=2;etp=2",
+        ",",
+        "ep=9999999",
+        "pp",
+        "pp=0",
+        "pp=2,pp=2",
+        "stages=2",
+    ],  # fmt: skip
 )
 def test_meshes_that_are_wrong_usage(text: str) -> None:
     with pytest.raises(MoecError) as caught:
