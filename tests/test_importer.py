@@ -220,7 +220,7 @@ def test_meshes(text: str | None, want: Degrees) -> None:
         "pp=0",
         "pp=2,pp=2",
         "stages=2",
-    ],  # fmt: skip
+    ],
 )
 def test_meshes_that_are_wrong_usage(text: str) -> None:
     with pytest.raises(MoecError) as caught:
