@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from moec.calibrate_fit import Measured, Sample, calibrated, declaration, fit_link, from_rows
 from moec.diagnostics import SourceFile
-from moec.runtime.calibrate import SIZES, measure
+from moec.runtime import calibrate
 from moec.runtime.launch import run_ranks
 from moec.semantics import check
 from moec.topology import Cluster, Device, Link
+from tests.commands import moec
 
 LINKS = [
     Link(0.0125, 100.0),
@@ -25,7 +24,7 @@ LINKS = [
 ]
 
 
-def times(link: Link, counts: tuple[int, ...] = (1, 7), sizes: tuple[int, ...] = SIZES) -> list[Sample]:
+def times(link: Link, counts: tuple[int, ...] = (1, 7), sizes: tuple[int, ...] = calibrate.SIZES) -> list[Sample]:
     return [Sample(count, size, link.time_us(size, count)) for count in counts for size in sizes]
 
 
@@ -102,26 +101,37 @@ def test_what_is_written_is_taken_and_says_the_same(cluster: Cluster) -> None:
         assert found.device.memory_gbps == pytest.approx(cluster.device.memory_gbps, rel=5e-3)
 
 
-@pytest.mark.parametrize(("nodes", "local", "wanted"), [(1, 1, set()), (2, 1, {"inter"}), (1, 2, {"intra"})])
-def test_a_cluster_is_measured_as_far_as_it_has_links(nodes: int, local: int, wanted: set[str]) -> None:
-    found = run_ranks(lambda rank: measure(rank, nodes, local, rounds=1), nodes * local, threads=1)
-    assert all(rows == found[0] for rows in found), "every rank gets the same"
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quick, and enough to fit a line: nothing here looks at what is found."""
+    monkeypatch.setattr(calibrate, "SIZES", (64, 1 << 17))
+    monkeypatch.setattr(calibrate, "_COPY_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr(calibrate, "_PRODUCT_WIDTH", {"cpu": 32})
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(("nodes", "local", "wanted"), [(1, 1, {}), (2, 1, {"inter": {1}}), (1, 3, {"intra": {1, 2}})])
+def test_a_cluster_is_measured_as_far_as_it_has_links(nodes: int, local: int, wanted: dict[str, set[int]]) -> None:
+    """And what is printed of it is the same on every rank. `wanted`: numbers of messages by class."""
+    found = run_ranks(lambda rank: calibrate.measure(rank, nodes, local, rounds=1), nodes * local, threads=1)
+    assert all(rows == found[0] for rows in found)
     assert isinstance(found[0], list)
-    assert {row[0] for row in found[0]} == wanted | {"copy", "bf16", "fp16", "fp32"}
+    assert {row[0] for row in found[0]} == wanted.keys() | {"copy", "bf16", "fp16", "fp32"}
     assert all(row[3] > 0 for row in found[0])
+    for name, counts in wanted.items():
+        assert {row[1] for row in found[0] if row[0] == name} == counts
 
 
+@pytest.mark.usefixtures("small")
 def test_every_pattern_of_two_nodes_of_two_ranks() -> None:
-    found = run_ranks(lambda rank: measure(rank, 2, 2, rounds=1), 4, threads=1)[0]
+    found = run_ranks(lambda rank: calibrate.measure(rank, 2, 2, rounds=1), 4, threads=1)[0]
     assert isinstance(found, list)
     counts = {name: {row[1] for row in found if row[0] == name} for name in ("intra", "inter")}
     assert counts == {"intra": {1}, "inter": {1, 2}}
-    sent = {row[2] for row in found if row[0] == "inter"}
-    assert sent == set(SIZES)
+    assert {row[2] for row in found if row[0] == "inter"} == set(calibrate.SIZES)
 
 
 LAYER = """
-cluster pair { devices = 2  memory = 1 GB }
 model m {
   hidden = 8  vocab = 8  norm = rms(eps = 1e-6)
   attention a = gqa(heads = 2)
@@ -130,28 +140,36 @@ model m {
   layers 0 { a  moe(r, e) }
 }
 """
+PAIR = "cluster pair { devices = 2  memory = 1 GB }\n"
 MESH = "mesh ranks on {name} {{ experts = ep(2) }}\nplan p {{ run m on ranks  prefill {{ exchange = auto }} }}\n"
 
 
+@pytest.mark.usefixtures("small")
 def test_the_command_writes_a_cluster_that_a_plan_uses(tmp_path: Path) -> None:
-    (tmp_path / "m.moe").write_text(LAYER + MESH.format(name="pair"))
-    command = [sys.executable, "-m", "moec"]
-    calibrate = [*command, "calibrate", "m.moe", "-o", "here.moe", "--rounds", "1"]
-    done = subprocess.run(calibrate, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    (tmp_path / "m.moe").write_text(PAIR + LAYER + MESH.format(name="pair"))
+    done = moec("calibrate", tmp_path / "m.moe", "-o", tmp_path / "here.moe", "--rounds", "1").wait()
+    assert (done.code, done.out, done.err) == (0, "", "")
     text = (tmp_path / "here.moe").read_text()
     assert text.startswith("// Measured by `moec calibrate` with all 1 x 2 ranks on cpu at work")
     assert "cluster here {" in text
     assert "memory      = 1 GB" in text
-    again = 'use "here.moe"\n' + LAYER.split("}\n", 1)[1]
-    (tmp_path / "used.moe").write_text(again + MESH.format(name="here"))
-    subprocess.run([*command, "fmt", "--check", "here.moe"], cwd=tmp_path, check=True)
-    subprocess.run([*command, "compile", "used.moe"], cwd=tmp_path, check=True, capture_output=True)
+    (tmp_path / "used.moe").write_text('use "here.moe"\n' + LAYER + MESH.format(name="here"))
+    assert moec("fmt", "--check", tmp_path / "here.moe").wait().code == 0
+    assert moec("compile", tmp_path / "used.moe").wait().code == 0
+
+
+@pytest.mark.usefixtures("small")
+def test_without_a_file_the_cluster_goes_to_standard_output(tmp_path: Path) -> None:
+    (tmp_path / "m.moe").write_text(LAYER)
+    done = moec("calibrate", tmp_path / "m.moe", "--rounds", "1").wait()
+    assert (done.code, done.err) == (0, "")
+    assert "cluster measured {\n  devices     = 1\n" in done.out
+    assert "intra       = link(10 GB/s, latency = 20 us)" in done.out, "what one rank cannot measure stays"
 
 
 def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
-    (tmp_path / "m.moe").write_text(LAYER + MESH.format(name="pair"))
-    command = [sys.executable, "-m", "moec", "calibrate", "m.moe", "-o", "no/where.moe"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (4, "")
-    assert done.stderr.startswith("moec: error[E0618]: cannot write `no/where.moe`: its folder does not exist")
+    (tmp_path / "m.moe").write_text(PAIR + LAYER + MESH.format(name="pair"))
+    done = moec("calibrate", tmp_path / "m.moe", "-o", tmp_path / "no" / "where.moe").wait()
+    assert (done.code, done.out) == (4, "")
+    assert "moec: error[E0618]: cannot write" in done.err
+    assert "where.moe`: its folder does not exist" in done.err

@@ -118,6 +118,22 @@ def test_a_wrong_output_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @needs_cluster
+def test_what_is_measured_of_a_shaped_link_is_what_it_was_shaped_to() -> None:
+    """No more than 400 Mbit/s, which is 0.05 GB/s; and however busy the machine is, not a fifth of it."""
+    with shaped.ShapedCluster(2, 1) as cluster:
+        declared = bench.calibrate(cluster)
+    cell = bench.Cell(2, 1, num_experts=8, top=2, phase="prefill", hidden=2048)
+    program = bench.compile_layer(cell, "auto", cluster=declared)
+    assert program.exchange in ("flat", "gather")  # with one rank in a node, the others are the same as flat
+    assert program.cluster.intra is None
+    assert program.cluster.inter is not None
+    assert 0.01 < program.cluster.inter.gbps < 0.055
+    (flat,) = bench.compile_cases(cell, "flat", declared).values()
+    crossing = 1024 * (1 - 4 / 8 * 3 / 7) * 2 * cell.hidden * 4  # tokens whose two experts are not both on their node
+    assert bench.predicted_s(flat) > crossing / (program.cluster.inter.gbps * 1e9)
+
+
+@needs_cluster
 def test_interrupting_the_benchmark_leaves_nothing() -> None:
     command = [sys.executable, "shaped_cluster.py", "--clusters", "2x2", "--hidden", "64", "--repeats", "2"]
     command += ["--cases", "flat"]

@@ -27,12 +27,12 @@ from moec.runtime.launch_rank import Rank
 from moec.runtime.messages import finish, start
 
 #: Bytes that each rank sends, in all.
-SIZES = (64, 4096, 65536, 262144, 1 << 20, 4 << 20)
+SIZES = (64, 4096, 65536, 512 << 10, 2 << 20, 8 << 20)
 #: Exchanges up to this size are timed by several in a row: one is about as short as ranks are apart after a barrier.
 _SHORT_BYTES, _IN_A_ROW = 1 << 16, 8
 #: Size of a copied tensor and of a product's matrices, by kind of device: large enough to leave caches and fill it.
 _COPY_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
-_PRODUCT_WIDTH = {"cpu": 384, "cuda": 4096}
+_PRODUCT_WIDTH = {"cpu": 256, "cuda": 4096}
 
 
 @dataclass(frozen=True)
