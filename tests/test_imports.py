@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"grammar": "moec.grammar", "passes": "moec.passes", "codegen": "moec.codegen", "specs": "moec.specs"}
 
 #: Layer -> layers that it may import. A layer is a subpackage, or the modules of moec/ that share a first word:
-#: `ir` is ir.py, ir_text.py and ir_verifier.py; the operation table (ops) is part of the IR. A name with an entry of its
-#: own is a layer of its own: plan_overlap is what a pass asks, the rest of plan is made from programs that passed.
+#: `ir` is ir.py, ir_text.py and ir_verifier.py; the operation table (ops) is part of the IR. A name with an entry of
+#: its own is a layer of its own: plan_overlap is what a pass asks, the rest of plan is made from programs that passed.
 ALLOWED: dict[str, set[str]] = {
     "diagnostics": set(),
     "topology": {"diagnostics"},
