@@ -23,7 +23,15 @@ MESHES = (None, "ep=2", "ep=3", "tp=2", "tp=2,etp=2", "ep=2,etp=2", "dp=2,tp=2",
 EXCHANGES = ("flat", "gather")
 
 #: Meshes whose expert groups span nodes (degrees, nodes), and every lowering with what comes back.
-NODE_MESHES = (("ep=2", 2), ("ep=3", 3), ("ep=4", 2), ("dp=2,tp=2", 2), ("ep=2,etp=2", 2), ("dp=4,edp=2,ep=2", 2), ("ep=2", 1))
+NODE_MESHES = (
+    ("ep=2", 2),
+    ("ep=3", 3),
+    ("ep=4", 2),
+    ("dp=2,tp=2", 2),
+    ("ep=2,etp=2", 2),
+    ("dp=4,edp=2,ep=2", 2),
+    ("ep=2", 1),
+)
 LOWERINGS = (
     ("flat", "ordered"),
     ("flat", "reduced"),

@@ -3,7 +3,7 @@
 1. `Recorder.watch` wraps a rank's kernels: each call becomes an event on the stream of its operation. A started
    transfer lasts from its start to the end of its wait, on its link's track.
 2. Ranks count microseconds from one barrier, so their clocks agree to about one message.
-3. Rank 0 gathers all events and writes one JSON file, with the times that the cost model predicted as a group of its
+3. Rank 0 gathers all events and writes one JSON file; what the cost model predicted is a group of its own in it.
    own.
 """
 
