@@ -4,7 +4,6 @@
    transfer lasts from its start to the end of its wait, on its link's track.
 2. Ranks count microseconds from one barrier, so their clocks agree to about one message.
 3. Rank 0 gathers all events and writes one JSON file; what the cost model predicted is a group of its own in it.
-   own.
 """
 
 from __future__ import annotations
