@@ -51,9 +51,13 @@ class Reference:
     states: dict[tuple[int, int, int, str], Tensor] = field(default_factory=dict)
     local: dict[tuple[Param, int | None, tuple[int, ...]], Tensor] = field(default_factory=dict)
 
-    def step(self, sequences: list[Sequence]) -> Tensor:
-        """Logits [rows, V] of all rows, sequence after sequence (prefill selects every row)."""
+    def step(self, sequences: list[Sequence], received: Tensor | None = None) -> Tensor:
+        """Logits [rows, V] of all rows, sequence after sequence (prefill selects every row).
+
+        Of a pipeline stage: `received` [rows, D] is what the stage before gave; all but the last give rows [rows, D].
+        """
         self.batches = self._deal(sequences)
+        self.received = self._deal_rows(sequences, received) if received is not None else None
         values: dict[str, Ranks] = {}
         for run in self.program.runs:
             for layer in run.layers or (None,):
@@ -70,6 +74,15 @@ class Reference:
         ends = [sum(balanced(len(sequences), mesh.dp)[: i + 1]) for i in range(mesh.dp)]
         parts = [sequences[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         return [parts[mesh.coordinate(rank, "dp")] for rank in range(mesh.size)]
+
+    def _deal_rows(self, sequences: list[Sequence], rows: Tensor) -> Ranks:
+        """Each rank's rows of what the stage before gave."""
+        parts = torch.split(rows, [len(sequence.tokens) for sequence in sequences]) if sequences else (rows,)
+        by_slot = dict(zip((sequence.slot for sequence in sequences), parts, strict=False))
+        return self.once(
+            lambda rank: id(self.batches[rank]),
+            lambda rank: torch.cat([rows[:0], *(by_slot[sequence.slot] for sequence in self.batches[rank])]),
+        )
 
     def _is_split(self) -> bool:
         first = next(iter(self.program.bodies["prologue"].graph.nodes))
@@ -176,7 +189,7 @@ class Reference:
         for axis, place in type.layout.places:
             if place == Replicate():
                 for ranks in mesh.groups()[f"{type.layout.view}.{axis}"]:
-                    for rank in ranks[1:]:
+                    for rank in ranks[1:] if ranks[0] in self.ranks() else ():  # other stages are not here
                         if value[rank] is value[ranks[0]]:
                             continue
                         assert torch.allclose(value[rank], value[ranks[0]], rtol=1e-12, atol=1e-12), (

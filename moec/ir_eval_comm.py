@@ -114,6 +114,15 @@ def _own_rows(ref: Reference, x: Ranks, attrs: dict[str, Any]) -> Ranks:
     return _by_group(ref, attrs["group"], give)
 
 
+def _receive(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
+    assert ref.received is not None, "a stage behind the first is given what the one before sent"
+    return ref.received
+
+
+def _send(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
+    return args[0]
+
+
 def _moe(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
     """The coarse operation: every expert of the ep group applied to the rows its weights choose."""
     x, ids, weights, *experts = args
@@ -139,4 +148,6 @@ COLLECTIVES: dict[str, Collective] = {
     "all_to_all.start": _all_to_all,
     "relayout": _relayout,
     "moe": _moe,
+    "receive": _receive,
+    "send": _send,
 }

@@ -113,6 +113,11 @@ def _join_shape(call: Call) -> Shapes:
     return (((whole, *rest), call.dtype(0)),)
 
 
+def _join_place(call: Call, axis: str, places: Places) -> Places:
+    """Parts of one sum joined are parts of the joined sum."""
+    return places[:1] if set(places) == {Partial()} else rowwise(call, axis, places)
+
+
 #: Most chunks that a step is cut in.
 MOST_CHUNKS = 8
 ROUTE = ("score", "top", "groups", "keep", "renormalize", "scale", "table")
@@ -124,4 +129,4 @@ register(Op("moe", ("float", "i64", "fp32", *("float",) * 3), _moe_shape, _moe_p
 register(Op("grouped_linear", GROUPED, _grouped_shape, _grouped_place))
 register(Op("grouped_gate_up", GROUPED, _grouped_gate_up_shape, _grouped_gate_up_place, kernels=("torch", "triton")))
 register(Op("chunk_rows", ("any",), _chunk_shape, rowwise, ("parts", "index")))
-register(Op("join_rows", ("float",) * MOST_CHUNKS, _join_shape, rowwise, num_optional=MOST_CHUNKS - 1))
+register(Op("join_rows", ("float",) * MOST_CHUNKS, _join_shape, _join_place, num_optional=MOST_CHUNKS - 1))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from collections.abc import Sequence as Several
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ from moec.ir_text import print_program
 from moec.lowering import lower
 from moec.passes import PASSES
 from moec.passes.runner import Observer, run_passes
-from moec.topology import Cluster
+from moec.topology import Cluster, Device, Link
 
 SPAN = Span(SourceFile("toy.moe", "model toy {}\n"), 0, 5)
 HIDDEN, VOCAB = 10, 11
@@ -127,8 +129,8 @@ def edited(program: Program, *changes: tuple[str, str]) -> Program:
 # --- random plans ------------------------------------------------------------------------------------------------
 
 
-def random_plan(seed: int) -> Plan:
-    """1-3 layers of up to two kinds, 1-16 experts, up to 8 ranks on any degrees the checker allows."""
+def random_plan(seed: int, most_stages: int = 1) -> Plan:
+    """1-3 layers of up to two kinds, 1-16 experts, up to 8 ranks a stage on any degrees the checker allows."""
     rng = random.Random(seed)
     degrees = _random_degrees(rng)
     attention = _random_attention(rng, degrees["tp"])
@@ -136,15 +138,46 @@ def random_plan(seed: int) -> Plan:
     stack = rng.choices(kinds, weights=(2, 1), k=rng.randint(1, 3))
     yarn = Yarn(4.0, 8, mscale=1.0, mscale_all_dim=rng.choice((0.0, 0.7)))
     rotary = Rotary(rng.choice((100.0, 10000.0)), rng.choice(("halves", "interleaved")), rng.choice((None, None, yarn)))
-    return plan(
-        stack,
-        attention,
-        rng.choice(("flat", "gather")),
-        rng.choice(("linear", "round_robin")),
-        rng.random() < 0.3,
-        rotary,
-        **degrees,
+    placement, tied = rng.choice(("linear", "round_robin")), rng.random() < 0.3
+    pp = min(rng.choice((1, 1, 2, 3)), len(stack), most_stages)
+    made = plan(stack, attention, placement=placement, tied=tied, rotary=rotary, pp=pp, **degrees)
+    return _random_exchange(rng, made)
+
+
+#: Exchange and combine of a phase.
+EXCHANGES = (
+    ("flat", "ordered"),
+    ("flat", "reduced"),
+    ("padded", "reduced"),
+    ("gather", "reduced"),
+    ("two_hop", "reduced"),
+    ("aggregate", "reduced"),
+    ("auto", "auto"),
+)
+
+
+def _random_exchange(rng: random.Random, made: Plan) -> Plan:
+    """The plan on nodes with links of some rates, its rows travelling in any way that these allow."""
+    world = made.mesh.cluster.num_devices
+    device = Device(memory_gbps=rng.choice((None, 100.0)), tflops=(("fp32", 1.0),))
+    links = Link(rng.choice((0.01, 10.0)), rng.choice((0.0, 5.0))), Link(0.001, rng.choice((0.0, 20.0)))
+    meshes = [
+        replace(made.mesh, cluster=Cluster("cluster", nodes, world // nodes, device, *links))
+        for nodes in _divisors(world)
+    ]
+    two_hops = [mesh for mesh in meshes if 1 < mesh.nodes < mesh.ep]
+    mesh = rng.choice(two_hops or [mesh for mesh in meshes if mesh.nodes])
+    ((exchange, combine),) = rng.choices(
+        EXCHANGES, weights=(1, 1, 1, 1, 5, 5, 2) if two_hops else (2, 2, 2, 2, 1, 1, 1)
     )
+    capacity = rng.choice((None, float(mesh.ep))) if exchange == "padded" else None  # room for all in either case
+    overlap = rng.choice(("off", "auto", "1") if exchange in ("padded", "auto") else ("off", "auto", "1", "2", "3"))
+    phases = (
+        replace(phase, tokens=20, exchange=exchange, combine=combine, capacity=capacity, overlap=overlap)
+        for phase in (made.prefill, made.decode)
+    )
+    prefill, decode = phases
+    return replace(made, mesh=mesh, prefill=prefill, decode=decode)
 
 
 def _divisors(n: int) -> list[int]:
@@ -231,7 +264,14 @@ def random_steps(seed: int) -> Steps:
     return steps
 
 
-def evaluate(program: Program, weights: Weights, steps: Steps) -> Tensor:
-    """Logits [rows of all steps, V] of the reference evaluator."""
-    reference = Reference(program, weights)
-    return torch.cat([reference.step(step) for step in steps])
+def evaluate(program: Program | Several[Program], weights: Weights, steps: Steps) -> Tensor:
+    """Logits [rows of all steps, V] of the reference evaluator; of several programs as stages of one pipeline."""
+    stages = [Reference(p, weights) for p in ([program] if isinstance(program, Program) else program)]
+    logits = []
+    for step in steps:
+        rows: Tensor | None = None
+        for stage in stages:
+            rows = stage.step(step, rows)
+        assert rows is not None
+        logits.append(rows)
+    return torch.cat(logits)

@@ -100,7 +100,7 @@ def _served(program: Program, node: fx.Node) -> fx.Node:
 
 
 def changed(before: Program, after: Program, text: str) -> str:
-    """Header lines and runs of `after`, and of its bodies those that `text` shows, that `before` has not; `done` apart."""
+    """What `after` has and `before` has not: header lines but `done`, bodies that `text` shows, runs."""
     old, new = (print_program(p).partition("\nbody ")[0].splitlines() for p in (before, after))
     header = [line for line in new if line not in old and not line.startswith("done")]
     ran, runs = ([line for line in print_program(p).splitlines() if line.startswith("run ")] for p in (before, after))

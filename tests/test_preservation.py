@@ -2,7 +2,8 @@
 
 A pass that says `exact` gives the same bits; one that reorders sums stays within 1e-10. The text of the program at
 every stage reads back as the same program. 200 plans: 1-3 layers, GQA and MLA, 1-16 experts on up to 8 ranks of any
-degrees (more ranks than experts, experts that do not divide), fewer sequences than ranks, no rows at all, tied scores.
+degrees (more ranks than experts, experts that do not divide) and nodes, every exchange, overlap and up to 3 pipeline
+stages, fewer sequences than ranks, no rows at all, tied scores.
 """
 
 from __future__ import annotations
@@ -20,40 +21,43 @@ from moec.ir_parse import parse
 from moec.ir_text import print_program
 from moec.passes import PASSES, Pass
 from moec.passes.runner import run_passes
-from tests.programs import Steps, Weights, evaluate, program_of, random_plan, random_steps, weights_of
+from moec.passes.split_stages import SplitStages
+from tests.programs import EXCHANGES, Steps, Weights, evaluate, program_of, random_plan, random_steps, weights_of
 
 SEEDS = range(200)
 BLOCK = 20
 
 
 class Preserved:
-    """Observer: holds each pass against the evaluation of the stage before."""
+    """Holds each pass over the stages of one program against the evaluation before it."""
 
-    def __init__(self, program: Program, weights: Weights, steps: Steps, where: str) -> None:
+    def __init__(self, stages: list[Program], weights: Weights, steps: Steps, where: str) -> None:
         self.weights, self.steps, self.where = weights, steps, where
-        self.text = self.read_back(program)
-        self.first = self.last = evaluate(program, weights, steps)
+        self.text = self.read_back(stages)
+        self.first = self.last = evaluate(stages[0], weights, steps)  # not split yet: each is the whole program
 
-    def __call__(self, step: Pass, program: Program) -> None:
-        before, text = self.text, print_program(program)
+    def __call__(self, step: Pass, stages: list[Program]) -> None:
+        before, text = self.text, "".join(map(print_program, stages))
         if without(r"^done.*\n", before) == without(r"^done.*\n", text):
             return  # a pass that had nothing to do here
-        self.text = self.read_back(program)
+        self.text = self.read_back(stages)
         if without(UNCOMPUTED, before) == without(UNCOMPUTED, text):
             return
-        found = evaluate(program, self.weights, self.steps)
+        found = evaluate(stages, self.weights, self.steps)
         where = f"{self.where}: {step}"
         if step.exact:
             assert torch.equal(found, self.last), where
         assert close(found, self.first), where
         self.last = found
 
-    def read_back(self, program: Program) -> str:
-        text = print_program(program)
-        again = parse(text)
-        assert again == program, self.where
-        assert print_program(again) == text, self.where
-        return text
+    def read_back(self, stages: list[Program]) -> str:
+        """The text of all stages, of which each pass's turn is read."""
+        texts = [print_program(program) for program in stages]
+        turn = len(stages[0].done) % len(stages)
+        again = parse(texts[turn])
+        assert again == stages[turn], self.where
+        assert print_program(again) == texts[turn], self.where
+        return "".join(texts)
 
 
 #: What cannot change a result: which passes ran, memory, kernels.
@@ -71,17 +75,21 @@ def close(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("block", range(len(SEEDS) // BLOCK))
 def test_every_pass_preserves_random_programs(block: int) -> None:
     for seed in SEEDS[block * BLOCK : (block + 1) * BLOCK]:
-        program = program_of(random_plan(seed), "prefill" if seed % 3 else "decode")
-        weights, steps = weights_of(program, seed, ties=seed % 4 == 0), random_steps(seed)
-        seen = Preserved(program, weights, steps, f"seed {seed} on {program.mesh.describe()}, {program.exchange}")
-        run_passes(program, [cls() for cls in PASSES], [seen])
+        chosen, phase = random_plan(seed, most_stages=3), "prefill" if seed % 3 else "decode"
+        stages = [program_of(chosen, phase) for _ in range(chosen.mesh.pp)]
+        weights, steps = weights_of(stages[0], seed, ties=seed % 4 == 0), random_steps(seed)
+        seen = Preserved(stages, weights, steps, f"seed {seed} on {stages[0].mesh.describe()}, {stages[0].exchange}")
+        for cls in PASSES:
+            for index, program in enumerate(stages):
+                run_passes(program, [SplitStages(index) if cls is SplitStages else cls()])
+            seen(cls(), stages)
 
 
 def test_the_random_programs_are_of_every_kind_named_above() -> None:
     met: Counter[str] = Counter()
     for seed in SEEDS:
-        chosen, steps = random_plan(seed), random_steps(seed)
-        mesh, model = chosen.mesh, chosen.model
+        chosen, steps = random_plan(seed, most_stages=3), random_steps(seed)
+        mesh, model, phase = chosen.mesh, chosen.model, chosen.prefill
         sparse = [layer.ffn for layer in model.layers if isinstance(layer.ffn, Moe)]
         met.update(
             {
@@ -101,9 +109,14 @@ def test_the_random_programs_are_of_every_kind_named_above() -> None:
                 "etp > tp": mesh.etp > mesh.tp,
                 "edp and ep": mesh.edp > 1 and mesh.ep > 1,
                 "8 ranks": mesh.dp * mesh.tp == 8,
-                "gather": chosen.prefill.exchange == "gather" and mesh.ep > 1 and bool(sparse),
+                "two hops": phase.exchange in ("two_hop", "aggregate") and mesh.ep > mesh.nodes > 1 and bool(sparse),
+                "several stages": mesh.pp > 1,
+                "experts in several stages": mesh.pp > 1 and mesh.ep > 1 and len(sparse) > 1,
                 "fewer sequences than ranks": 0 < len(steps[0]) < mesh.dp,
                 "no row at all": not any(s.tokens for s in steps[0]),
             }
         )
+        if sparse and mesh.ep > 1:
+            met.update([f"{phase.exchange} {phase.combine}", f"overlap {phase.overlap}"])
+    assert {f"{exchange} {combine}" for exchange, combine in EXCHANGES} < set(met)
     assert min(met.values()) >= 4, met
