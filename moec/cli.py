@@ -16,6 +16,7 @@ from moec.cli_compile import compile_command
 from moec.cli_errors import EXIT_CODES, debug, epilog, guarded
 from moec.cli_run import run_command
 from moec.diagnostics import fail
+from moec.files import write_whole
 
 app = typer.Typer(
     name="moec",
@@ -71,10 +72,7 @@ def import_command(
     if output is None:
         sys.stdout.write(text)
         return
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise fail("E0618", f"cannot write `{output}`: {error.strerror}", "choose another -o") from error
+    write_whole(output, text)
 
 
 def check_command(
@@ -117,10 +115,7 @@ def fmt_command(
             raise typer.Exit(1)
         return
     if wanted != text:
-        try:
-            file.write_text(wanted, encoding="utf-8")
-        except OSError as error:
-            raise fail("E0618", f"cannot write `{file}`: {error.strerror}") from error
+        write_whole(file, wanted)
 
 
 def explain_command(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moec.diagnostics import fail
+from moec.files import check_place, write_whole
 
 if TYPE_CHECKING:
     from moec.checked import MeshSpec
@@ -35,8 +35,8 @@ def calibrate_command(
     from moec.runtime.launch_torchrun import is_started_by_torchrun, run_as_rank
 
     def read() -> MeshSpec:
-        if output is not None and not output.parent.is_dir():
-            raise fail("E0618", f"cannot write `{output}`: its folder does not exist", "create it first")
+        if output is not None:
+            check_place(output)
         return checked_plan(file, plan, overrides or [])[0].mesh
 
     if is_started_by_torchrun():
@@ -74,10 +74,7 @@ def _work(rank: Rank, spec: MeshSpec, rounds: int, output: Path | None) -> None:
     if output is None:
         sys.stdout.write(text)
         return
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise fail("E0618", f"cannot write `{output}`: {error.strerror}", "choose another -o") from error
+    write_whole(output, text)
 
 
 def _name(output: Path | None) -> str:

@@ -23,6 +23,7 @@ from moec.cli_errors import say
 from moec.cli_run import Options
 from moec.compiler import compile
 from moec.diagnostics import MoecError, fail
+from moec.files import check_place, write_whole
 from moec.runtime.generate import Request, collect_logits, generate
 from moec.runtime.launch_rank import Rank
 from moec.runtime.launch_status import Status
@@ -84,8 +85,8 @@ def prepare(options: Options) -> Job:
     sampling = Sampling(options.temperature, options.seed)
     request = Request(prompts, options.max_new_tokens, eos, sampling, options.logits is not None)
     for path in (options.logits, options.timeline):
-        if path is not None and not path.parent.is_dir():
-            raise fail("E0618", f"cannot write `{path}`: its folder does not exist", "create it first")
+        if path is not None:
+            check_place(path)
     check_prompts(prompts, options.max_new_tokens, read_limits(artifact))
     return Job(artifact, folder, text, request, options.logits, options.timeline, options.as_json, digest)
 
@@ -178,16 +179,7 @@ def save_logits(path: Path, prompts: Sequence[Sequence[int]], logits: Sequence[T
         "tokens": pad([torch.tensor(tokens) for tokens in prompts], batch_first=True),
         "lengths": torch.tensor([len(tokens) for tokens in prompts]),
     }
-    made = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with made.open("xb") as file:
-            file.write(save(tensors))
-            file.flush()
-            os.fsync(file.fileno())
-        made.replace(path)
-    except OSError as error:
-        made.unlink(missing_ok=True)
-        raise fail("E0618", f"cannot write `{path}`: {error.strerror}", "free space or choose another file") from error
+    write_whole(path, save(tensors))
 
 
 class _Writer:

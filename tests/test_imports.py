@@ -18,6 +18,7 @@ FOLDERS = {"grammar": "moec.grammar", "passes": "moec.passes", "codegen": "moec.
 #: its own is a layer of its own: plan_overlap is what a pass asks, the rest of plan is made from programs that passed.
 ALLOWED: dict[str, set[str]] = {
     "diagnostics": set(),
+    "files": {"diagnostics"},
     "topology": {"diagnostics"},
     "calibrate": {"topology"},
     "mesh": {"diagnostics"},
@@ -42,7 +43,8 @@ ALLOWED: dict[str, set[str]] = {
     "plan": {"checked", "checkpoint", "cost", "ir", "parameters", "schedule", "diagnostics"},
     "explain": {"specs", "diagnostics"},
     "runtime": {
-        "artifact", "codegen", "ir", "layout", "mesh", "placement", "topology", "checkpoint", "weights", "diagnostics",
+        "artifact", "codegen", "ir", "layout", "mesh", "placement", "topology", "checkpoint", "weights", "files",
+        "diagnostics",
     },
     "compiler": {
         "grammar", "semantics", "lowering", "passes", "artifact", "codegen", "checked", "checkpoint", "cost", "ir",
@@ -50,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "cli": {
         "compiler", "importer", "runtime", "explain", "artifact", "grammar", "semantics", "passes", "checked", "ir",
-        "weights", "mesh", "calibrate", "diagnostics",
+        "weights", "mesh", "calibrate", "files", "diagnostics",
     },
     "api": {"artifact", "runtime", "weights", "diagnostics"},
     "package": {"api", "compiler"},

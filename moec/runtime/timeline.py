@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moec.diagnostics import fail
+from moec.files import write_whole
 from moec.ir import Program
 from moec.runtime.generate import Place
 from moec.runtime.messages import gather
@@ -196,11 +195,4 @@ def predicted_events(document: Mapping[str, Any]) -> list[Event]:
 
 def write_trace(path: Path, content: Mapping[str, Any]) -> None:
     """Write the trace, whole or not at all. Raises E0618 where the file cannot be written."""
-    made = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with made.open("x") as file:
-            json.dump(content, file)
-        made.replace(path)
-    except OSError as error:
-        made.unlink(missing_ok=True)
-        raise fail("E0618", f"cannot write `{path}`: {error.strerror}", "free space or choose another file") from error
+    write_whole(path, json.dumps(content))
