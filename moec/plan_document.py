@@ -10,6 +10,7 @@ from moec.checked import Plan
 from moec.checkpoint import Fingerprint
 from moec.cost import NodeCost, node_costs
 from moec.cost_flow import CLASSES
+from moec.declared import declared
 from moec.ir import Program, op_of
 from moec.parameters import count
 from moec.schedule import simulate
@@ -23,7 +24,7 @@ def plan_document(
     kernels: list[dict[str, Any]],
     fingerprint: Fingerprint | None,
 ) -> dict[str, Any]:
-    """The document: names, degrees, parameters, memory per rank and, by phase, exchange, time and traffic.
+    """The document: names, degrees, mathematics, parameters, memory per rank and, by phase, exchange, time and traffic.
 
     `stages`: the programs of each pipeline stage by phase. `exchanges`: tables of `moec.plan_exchange` by phase.
     """
@@ -35,6 +36,7 @@ def plan_document(
         "plan": plan.name,
         "source": first.source,
         "model": {"name": model.name, "layers": len(model.layers), "hidden": model.hidden, "vocab": model.vocab},
+        "declared": declared(model),
         "weights": {"path": model.weights, "fingerprint": fingerprint and fingerprint.to_json()},
         "compute": plan.compute,
         "context": plan.context,

@@ -9,7 +9,9 @@ from pathlib import Path
 from moec.checkpoint import check_unchanged, open_checkpoint, read_config
 from moec.checkpoint_family import family_of, parse_family
 from moec.checkpoint_map import Sources, open_sources
+from moec.declared import declared
 from moec.importer import import_config, import_model
+from moec.importer_match import check_declared
 from moec.parameters import logical_parameters
 from tests import micro_checkpoint as micro
 
@@ -174,6 +176,11 @@ def _not_a_number() -> None:
     read_whole(sources, "layers.0.experts.up")
 
 
+def _other_mathematics() -> None:
+    table = declared(import_config(micro.CONFIG, family_of(micro.CONFIG, MODEL), MODEL))
+    check_declared(table, micro.write(MODEL, num_experts_per_tok=2, rope_theta=500000.0))
+
+
 CASES: dict[str, Callable[[], None]] = {
     "E0701": _no_config,
     "E0702": _no_weights,
@@ -203,4 +210,5 @@ CASES: dict[str, Callable[[], None]] = {
     "E0744": _changed,
     "E0745": _cut_later,
     "E0746": _not_a_number,
+    "E0747": _other_mathematics,
 }

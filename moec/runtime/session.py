@@ -10,6 +10,7 @@ from torch import Tensor
 from moec.artifact import Artifact
 from moec.checkpoint import Fingerprint, check_unchanged
 from moec.checkpoint_map import open_sources
+from moec.importer_match import check_declared
 from moec.runtime.executor import Executor
 from moec.runtime.generate import Place
 from moec.runtime.groups import make_groups
@@ -74,9 +75,10 @@ def check_weights(artifact: Artifact, folder: Path, is_compiled: bool) -> Finger
     `is_compiled`: it is the folder the artifact was compiled with, so its digests must be those remembered.
 
     Raises:
-        MoecError: E07, naming what is missing, unused, damaged or changed.
+        MoecError: E07, naming what is missing, unused, damaged, changed or of another model.
     """
     sources = open_sources(folder, logical_shapes(wanted(artifact.programs)))
+    check_declared(artifact.document.get("declared"), folder)
     remembered = artifact.document["weights"]["fingerprint"]
     if is_compiled and remembered:
         check_unchanged(Fingerprint.from_json(remembered), sources.checkpoint)
