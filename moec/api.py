@@ -74,7 +74,7 @@ class Model:
 def load(folder: Path, weights: Path | None = None) -> Model:
     """A compiled folder with its weights. Raises E0771, E0772 for the folder, E0760, E0761, E07 for the weights."""
     artifact = load_artifact(folder)
-    found = find_weights(artifact.document["weights"]["path"], folder.parent, weights)
+    found = find_weights(artifact.document["weights"]["path"], artifact.bases(folder), weights)
     assert found is not None
     check_weights(artifact, found, is_compiled=weights is None)
     return Model(artifact, found)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ class Artifact:
     """`stages`: the prefill and the decode Program of each pipeline stage; one stage where there is no pipeline.
 
     `document` is plan.json; `sources` are texts for reading (rendered modules and kernels) by file name.
+    `source_folder` is that of the `.moe` file, where this is known: relative paths in the file start there.
     """
 
     stages: tuple[tuple[Program, Program], ...]
     document: Mapping[str, Any]
     sources: Mapping[str, str]
+    source_folder: Path | None = field(default=None, compare=False)
 
     @property
     def prefill(self) -> Program:
@@ -49,9 +52,22 @@ class Artifact:
         texts = {f"{name_of(program)}.ir": print_program(program) for program in self.programs}
         return {**texts, "plan.json": canonical_json(self.document), **self.sources}
 
+    def bases(self, folder: Path) -> list[Path]:
+        """Folders where a relative path may start, for the artifact in `folder`: beside it, then beside its source."""
+        beside = parent_of(folder)
+        return [beside, self.source_folder if self.source_folder is not None else beside]
+
     def save(self, folder: Path) -> None:
-        """Write the artifact as `folder`, whole or not at all. Raises E0770, E0681."""
-        write_artifact(folder, self.files())
+        """Write the artifact as `folder`, whole or not at all. Raises E0770, E0681.
+
+        Where `folder` is not beside the `.moe` file, plan.json tells the way from the one to the other's folder. It is
+        a relative one, so that both may move together, and no file depends on where on the machine they lie.
+        """
+        document = dict(self.document)
+        if self.source_folder is not None:
+            way = os.path.relpath(self.source_folder.resolve(), parent_of(folder).resolve())
+            document |= {"source_folder": way} if way != "." else {}
+        write_artifact(folder, {**self.files(), "plan.json": canonical_json(document)})
 
 
 def load(folder: Path) -> Artifact:
@@ -62,13 +78,19 @@ def load(folder: Path) -> Artifact:
     files = read_artifact(folder)
     try:
         document = json.loads(files["plan.json"])
+        source_folder = parent_of(folder) / str(document.pop("source_folder", "."))
         stages = tuple(_stage(files, index, document["mesh"]["pp"]) for index in range(document["mesh"]["pp"]))
     except (KeyError, TypeError, ValueError, MoecError) as error:
         reason = error.diagnostics[0].message if isinstance(error, CompileError | MoecError) else str(error)
         message = f"the artifact `{folder}` cannot be used: {reason}"
         raise fail("E0771", message, "compile the `.moe` file again") from None
     sources = {name: text for name, text in files.items() if not name.endswith((".ir", ".json"))}
-    return Artifact(stages, document, sources)
+    return Artifact(stages, document, sources, source_folder)
+
+
+def parent_of(folder: Path) -> Path:
+    """The folder that holds `folder`, also of `.` and `made/..`."""
+    return Path(os.path.normpath(folder / ".."))
 
 
 def name_of(program: Program) -> str:

@@ -73,8 +73,10 @@ class Job:
 
 def prepare(options: Options) -> Job:
     """Compile or load the program, find the weights and read the prompts. Raises what is wrong with any of them."""
-    artifact = load_artifact(options) if options.source.is_dir() else compile_file(options)
-    folder = find_weights(artifact.document["weights"]["path"], options.source.parent, options.weights)
+    is_made = options.source.is_dir()
+    artifact = load_artifact(options) if is_made else compile_file(options)
+    bases = artifact.bases(options.source) if is_made else options.source.parent
+    folder = find_weights(artifact.document["weights"]["path"], bases, options.weights)
     assert folder is not None
     is_compiled = options.weights is None or not options.source.is_dir()
     digest = _digest(check_weights(artifact, folder, is_compiled).to_json())
@@ -94,7 +96,8 @@ def prepare(options: Options) -> Job:
 def compile_file(options: Options) -> Artifact:
     """Compile the .moe file, and keep the artifact in the cache folder for reading."""
     artifact = _compile(options.source, options.plan, options)
-    digest = hashlib.sha256(json.dumps(artifact.files(), sort_keys=True).encode()).hexdigest()[:16]
+    kept = [artifact.files(), str(options.source.parent.resolve())]  # the saved plan tells the way to that folder
+    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
     folder = (
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moec" / f"{options.source.stem}-{digest}"
     )
@@ -118,7 +121,8 @@ def load_artifact(options: Options) -> Artifact:
     if not options.overrides and options.kernels == "torch" and named == artifact.document["plan"]:
         return artifact
     file = Path(artifact.document["source"])
-    found = next((path for path in (file, options.source.parent / file.name) if path.is_file()), None)
+    places = (file, *(base / file.name for base in artifact.bases(options.source)))
+    found = next((path for path in places if path.is_file()), None)
     help = f"compile and run the file with these options: moec run {file.name} ..."
     if found is None:
         raise fail("E0619", f"`{options.source}` cannot be recompiled: its source `{file}` is not here", help)

@@ -92,7 +92,8 @@ def compile(
     sources, reports = compile_kernels(programs, target)
     document = plan_document(chosen, stages, tables.found, target, reports, fingerprint)
     modules = {f"{name_of(program)}.py": render_phase(program) for program in programs}
-    return Artifact(tuple((stage["prefill"], stage["decode"]) for stage in stages), document, modules | sources)
+    pairs = tuple((stage["prefill"], stage["decode"]) for stage in stages)
+    return Artifact(pairs, document, modules | sources, path.parent)
 
 
 def checked_plan(path: Path, plan: str | None = None, overrides: Sequence[str] = ()) -> tuple[Plan, SourceFile]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from moec.diagnostics import fail
 
 
-def find_weights(written: str | None, base: Path, given: Path | None = None, must_exist: bool = True) -> Path | None:
+def find_weights(
+    written: str | None, bases: Path | Sequence[Path], given: Path | None = None, must_exist: bool = True
+) -> Path | None:
     """The model folder: `given` (`--weights`) if there is one, else the path as written, else the hub's local cache.
 
-    A relative path is looked up in `base`: the folder of the `.moe` file, or the one that holds the artifact. Nothing
+    A relative path is looked up in the folder of the `.moe` file; for an artifact first in the folder that holds it,
+    where it may have been moved to with its weights. Never in the current folder as such. Nothing
     is ever downloaded. None: the file names no weights, or they are not here and need not be. Raises E0760, E0761.
     """
     if given is not None:
@@ -22,10 +26,12 @@ def find_weights(written: str | None, base: Path, given: Path | None = None, mus
         if must_exist:
             raise fail("E0760", "the program names no weights", "pass --weights DIR, or compile from a model folder")
         return None
-    places = [base / written, *_cached(written)]
-    for folder in places:
-        if folder.is_dir():
-            return folder
+    starts = list(dict.fromkeys([bases] if isinstance(bases, Path) else bases))
+    places = [*(base / written for base in starts), *_cached(written)]
+    here = [folder for folder in places if folder.is_dir()]
+    models = [folder for folder in here if (folder / "config.json").is_file()]  # `.` is always some folder
+    if models or (here and len(starts) == 1):
+        return (models or here)[0]
     if must_exist:
         looked = ", ".join(f"`{folder}`" for folder in places)
         raise fail(

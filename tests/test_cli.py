@@ -18,7 +18,7 @@ from tests.commands import moec
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "tiny"
-COMMANDS = ("import", "check", "fmt", "compile", "run", "explain", "passes")
+COMMANDS = ("import", "check", "fmt", "compile", "run", "explain", "calibrate", "passes")
 EXPECTED = json.loads((EXAMPLE / "expected.json").read_text())
 
 
@@ -330,6 +330,24 @@ def test_a_compiled_folder_runs_and_recompiles_for_changes(tmp_path: Path, cache
     assert (done.code, len(done.error_lines)) == (3, 1)
     assert "E0619" in done.err
     assert "changed since" in done.err
+
+
+def test_an_artifact_elsewhere_finds_weights_and_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled from another folder than the file's; run from there, from within, and after both moved together."""
+    root = tmp_path / "root"
+    shutil.copytree(EXAMPLE, root / "model")
+    monkeypatch.chdir(root)
+    assert call("compile", "model/tiny.moe", "-o", "made")[0] == 0
+    args = ("--tokens", "1,2,3", "--max-new-tokens", "2")
+    found = run_json("made", *args)
+    root.rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path / "moved" / "made")
+    assert run_json(".", *args) == found
+    assert len(run_json(".", *args, "--dtype", "fp32")["tokens"]) == 1
+    monkeypatch.chdir("..")
+    shutil.move("model", "gone")
+    done = moec("run", "made", "--tokens", "1").wait()
+    assert (done.code, len(done.error_lines)) == (3, 1)
 
 
 def test_a_config_without_weights_compiles_and_says_so_when_run(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from moec.diagnostics import MoecError
 from moec.weights_path import find_weights
 
 
-def refused(written: str | None, base: Path, given: Path | None = None) -> str:
+def refused(written: str | None, base: Path | list[Path], given: Path | None = None) -> str:
     with pytest.raises(MoecError) as caught:
         find_weights(written, base, given)
     return caught.value.diagnostics[0].one_line()
@@ -34,6 +34,16 @@ def test_what_is_not_here_is_refused_with_the_places_looked_in(tmp_path: Path) -
     assert f"error[E0761]: there is no model folder at `{tmp_path / 'gone'}`" in refused(
         "written", tmp_path, tmp_path / "gone"
     )
+
+
+def test_of_two_starts_the_first_with_a_model_counts(tmp_path: Path) -> None:
+    bases = [tmp_path / "beside", tmp_path / "source"]
+    for base in bases:
+        base.mkdir()
+    assert f"`{bases[0]}`, `{bases[1]}`" in refused(".", bases)
+    (bases[1] / "config.json").write_text("{}")
+    assert find_weights(".", bases) == bases[1]
+    assert all(f"`{base / 'gone'}`" in refused("gone", bases) for base in bases)
 
 
 def test_nothing_is_found_where_it_need_not_be(tmp_path: Path) -> None:
