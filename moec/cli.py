@@ -153,7 +153,7 @@ app.command("run", epilog=epilog('moec run mixtral.moe --prompt "In the beginnin
     guarded(run_command, in_one_line=True)
 )
 app.command("explain", epilog=epilog("moec explain E0203"))(guarded(explain_command))
-app.command("calibrate", epilog=epilog("moec calibrate mixtral.moe -o cluster.moe"))(
+app.command("calibrate", epilog=epilog("moec calibrate mixtral.moe -o here.moe"))(
     guarded(calibrate_command, in_one_line=True)
 )
 app.command("passes", epilog=epilog("moec passes"))(guarded(passes_command))

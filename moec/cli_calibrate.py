@@ -79,5 +79,8 @@ def _work(rank: Rank, spec: MeshSpec, rounds: int, output: Path | None) -> None:
 
 def _name(output: Path | None) -> str:
     """The file's name, where it can be a cluster's."""
+    from moec.grammar.tokens import reserved_words
+
     stem = output.stem if output is not None else ""
-    return stem if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", stem) else "measured"
+    is_name = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{3,63}", stem) and stem not in reserved_words()  # shorter: units
+    return stem if is_name else "measured"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moec.calibrate_fit import Measured, Sample, calibrated, declaration, fit_link, from_rows
+from moec.cli_calibrate import _name
 from moec.diagnostics import SourceFile
 from moec.runtime import calibrate
 from moec.runtime.launch import run_ranks
@@ -156,6 +157,16 @@ def test_the_command_writes_a_cluster_that_a_plan_uses(tmp_path: Path) -> None:
     (tmp_path / "used.moe").write_text('use "here.moe"\n' + LAYER + MESH.format(name="here"))
     assert moec("fmt", "--check", tmp_path / "here.moe").wait().code == 0
     assert moec("compile", tmp_path / "used.moe").wait().code == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("pod_1.moe", "pod_1"), ("cluster.moe", "measured"), ("us.moe", "measured"), ("a-b.moe", "measured")],
+)
+def test_the_cluster_is_named_as_the_file_where_that_is_a_name(file: str, name: str) -> None:
+    assert _name(Path("folder", file)) == name
+    declared = declaration(Cluster(name, 1, 1))
+    check(SourceFile("m.moe", declared))
 
 
 @pytest.mark.usefixtures("small")
