@@ -1,17 +1,19 @@
 """An artifact on disk: a folder of text files under a manifest of their digests. No torch.
 
-Written whole or not at all: into a folder beside its place, which then takes its name. Read back only as written:
-a file that is missing, changed or extra is named, and nothing of it is used.
+Written whole or not at all: into a folder beside its place, which then takes its name, by one process at a time. Read
+back only as written: a file that is missing, changed or extra is named, and nothing of it is used.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,19 +35,18 @@ def write_artifact(folder: Path, files: Mapping[str, str]) -> None:
 
     Raises E0770 where the folder is something else, E0681 where it cannot be written.
     """
+    folder = Path(os.path.normpath(folder))
     if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise fail("E0770", f"`{folder}` exists and is no artifact of moec", "choose another folder with -o")
     manifest = {"format": FORMAT, "moec": version("moec"), "files": {name: _entry(files[name]) for name in files}}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
+        with _only_writer(folder) as parts:
+            made = Path(tempfile.mkdtemp(prefix=f"{parts}new.", dir=folder.parent))
             for name, text in {**files, MANIFEST: canonical_json(manifest)}.items():
                 _write(made / name, text)
             made.chmod(0o755)
-            _publish(made, folder)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+            _publish(made, folder, Path(tempfile.mkdtemp(prefix=f"{parts}old.", dir=folder.parent)))
     except OSError as error:
         raise fail(
             "E0681", f"cannot write the artifact `{folder}`: {error.strerror}", "free space or choose -o"
@@ -65,15 +66,49 @@ def _write(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _publish(made: Path, folder: Path) -> None:
-    """Rename into place; an older artifact is moved aside first and deleted after."""
-    if folder.exists():
-        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        os.replace(folder, aside)
+@contextmanager
+def _only_writer(folder: Path) -> Iterator[str]:
+    """Hold the lock of a place, and give the prefix of the folders beside it that its holder alone makes and removes.
+
+    What a process left that died while it wrote is removed too. The lock lies in the folder for temporary files, so
+    nothing is left beside the artifact.
+    """
+    place = str(folder.absolute().parent.resolve() / folder.name)
+    key = hashlib.sha256(place.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    parts = f".{folder.name[:64]}.{key[:8]}."
+    name = Path(tempfile.gettempdir()) / f"moec-{os.getuid()}-{key}.lock"
+    lock = os.open(name, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _sweep(folder, parts)
+        try:
+            yield parts
+        finally:
+            _sweep(folder, parts)
+    finally:
+        os.close(lock)
+
+
+def _sweep(folder: Path, parts: str) -> None:
+    """Remove what a writer left. An artifact that one had moved aside, with none in its place, is put back."""
+    for left in [path for path in folder.parent.iterdir() if path.name.startswith(parts)]:
+        if left.name.startswith(f"{parts}old.") and (left / MANIFEST).is_file() and not folder.exists():
+            os.replace(left, folder)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _publish(made: Path, folder: Path, aside: Path) -> None:
+    """Rename into place; an older artifact is moved to the empty folder `aside` first, and comes back on failure."""
+    if not folder.exists():
         os.replace(made, folder)
-        shutil.rmtree(aside)
-    else:
+        return
+    os.replace(folder, aside)
+    try:
         os.replace(made, folder)
+    except OSError:
+        os.replace(aside, folder)
+        raise
 
 
 def read_artifact(folder: Path) -> dict[str, str]:

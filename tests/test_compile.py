@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moec.artifact import load
-from moec.artifact_files import MANIFEST
+from moec.artifact_files import MANIFEST, read_artifact, write_artifact
 from moec.compiler import PHASES, compile, pipeline
 from moec.diagnostics import CompileError, MoecError
 from moec.explain import explain_plan
@@ -181,3 +181,46 @@ def test_an_older_artifact_is_replaced_whole(folder: Path) -> None:
     compile(EXAMPLES / "mixtral_dgx.moe").save(folder)
     assert load(folder).document["model"]["name"] == "mixtral"
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from moec.artifact_files import MANIFEST, read_artifact, write_artifact
+for turn in range(20):
+    write_artifact(Path(sys.argv[1]), {"plan.json": f"{sys.argv[2]} {turn}"})
+"""
+
+
+def test_writers_of_one_place_take_turns(tmp_path: Path) -> None:
+    left = tmp_path / "made"
+    commands = [[sys.executable, "-c", WRITER, str(left), str(writer)] for writer in range(3)]
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    errors = [process.communicate()[1] for process in running]
+    assert (errors, [process.returncode for process in running]) == ([""] * 3, [0] * 3)
+    assert read_artifact(left)["plan.json"] in {f"{writer} 19" for writer in range(3)}
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_what_a_dead_writer_left_is_put_back_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that dies between its two renames has left the older artifact aside."""
+    folder = tmp_path / "made"
+    write_artifact(folder, {"plan.json": "old"})
+    replace, died = os.replace, []
+
+    def die(source: Path, target: Path) -> None:
+        if target == folder:
+            died.append(source)
+            raise OSError(5, "Input/output error")
+        replace(source, target)
+
+    monkeypatch.setattr("os.replace", die)
+    with pytest.raises(MoecError) as caught:
+        write_artifact(folder, {"plan.json": "new"})
+    assert (caught.value.diagnostics[0].code, len(died)) == ("E0681", 3)
+    monkeypatch.undo()
+    assert len([path.name for path in tmp_path.iterdir()]) == 1  # aside, since putting it back failed too
+    monkeypatch.setattr("moec.artifact_files._publish", lambda *_: None)
+    write_artifact(folder, {"plan.json": "new"})
+    assert read_artifact(folder) == {"plan.json": "old"}
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
