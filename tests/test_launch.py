@@ -387,3 +387,13 @@ def test_under_torchrun_the_line_of_the_dead_rank_comes_first(tmp_path: Path) ->
     first = next(line for line in lines if "rror" in line)
     assert first.startswith("moec: error[E0601]: rank 1 (pid ")
     assert first.endswith("died during all_reduce of step 2")
+
+
+@pytest.mark.parametrize("limit", [14, 20])
+def test_too_few_files_are_told_as_that(limit: int) -> None:
+    """Gloo and the store word it as a lost peer and as nothing in particular."""
+    tiny = Path(__file__).resolve().parent.parent / "examples" / "tiny" / "tiny.moe"
+    run = f'ulimit -n {limit} && exec "{sys.executable}" -m moec run "{tiny}" --tokens 1 --max-new-tokens 1'
+    done = subprocess.run(["sh", "-c", run], capture_output=True, text=True, check=False, timeout=120)
+    last = done.stderr.strip().splitlines()[-1]
+    assert (done.returncode, last.partition("]")[0]) == (4, "moec: error[E0623"), done.stderr

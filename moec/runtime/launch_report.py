@@ -5,6 +5,7 @@ A report is `derived` when it only says that a peer is gone: the peer's own repo
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -22,7 +23,8 @@ _LOST = re.compile(
     r"|recvvalue failed|nccl|remote process exited|failed to (recv|send)",
     re.IGNORECASE,
 )
-
+#: How libraries word EMFILE: gloo in a RuntimeError, libuv (the store) without the reason.
+_NO_FILES = re.compile(r"too many open files|failed to init uv loop", re.IGNORECASE)
 
 #: Errors every rank would report alike: naming one of them would mislead.
 _ABOUT_ALL = ("E0603", "E0605", "E0607", "E0622")
@@ -61,8 +63,17 @@ def is_peer_loss(error: BaseException) -> bool:
     """Whether `error` only tells that some peer is gone. Looks at the words of RuntimeErrors of torch.distributed."""
     if isinstance(error, PeerLost):
         return True
+    if is_out_of_files(error):
+        return False
     came_from_torch = type(error).__module__.startswith("torch") or type(error) is RuntimeError
     return came_from_torch and bool(_LOST.search(str(error)))
+
+
+def is_out_of_files(error: BaseException) -> bool:
+    """Whether this process may not open another file or socket, whichever library met the limit."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return True
+    return not isinstance(error, MoecError) and bool(_NO_FILES.search(str(error)))
 
 
 def report_of(error: BaseException, status: Status, world: int) -> Report:
@@ -83,7 +94,9 @@ def report_of(error: BaseException, status: Status, world: int) -> Report:
 
 
 def internal_report(error: BaseException, whom: str = "") -> Report:
-    """The report of an exception nobody expected: a bug in moec."""
+    """The report of an exception nobody expected: a bug in moec, but for a limit that any line may meet."""
+    if is_out_of_files(error):
+        return Report("E0623", "this process may not open more files", "raise the limit: ulimit -n 1024")
     help = "" if os.environ.get(DEBUG_VARIABLE) else f"set {DEBUG_VARIABLE}=1 for the traceback, and report it"
     return Report("E0699", f"internal error: {type(error).__name__}: {first_line(error)}{whom}", help)
 
