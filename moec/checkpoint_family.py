@@ -13,7 +13,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from moec.diagnostics import did_you_mean, fail
+from moec.diagnostics import fail
 
 SECTIONS = ("model", "rotary", "attention", "router", "experts", "shared", "dense", "layers")
 _TABLES = (*SECTIONS, "config", "quantization", "tensors", "ignored_tensors")
@@ -63,8 +63,9 @@ def family_of(config: dict[str, Any], where: object) -> Family:
     """The family of a config by its `model_type`. `where` names the config in an error. Raises E0720."""
     name, known = config.get("model_type"), family_names()
     if not isinstance(name, str) or name not in known:
-        found = f"is `{name}`" if isinstance(name, str) else "is missing"
-        help = did_you_mean(str(name), known) or f"families: {', '.join(known)}; a new one is a file in specs/families"
+        found = f"is `{name}`" if isinstance(name, str) else "is missing" if name is None else "is not text"
+        # no "did you mean": another model's weights are not read by renaming them after the nearest family
+        help = f"families: {', '.join(known)}; a new one is a file in specs/families"
         raise fail("E0720", f"`model_type` in `{where}` {found}, which moec has no family for", help)
     return load_family(name)
 

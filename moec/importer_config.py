@@ -35,7 +35,7 @@ _KINDS: dict[str, dict[str, str]] = {
     "layers": {"dense_first": "index", "sparse_step": "count", "sparse_phase": "index", "dense_layers": "indices"},
 }
 _PHRASE = {
-    "count": "a whole number from 1", "index": "a whole number from 0", "number": "a number above 0",
+    "count": "a whole number from 1 to 10^12", "index": "a whole number from 0 to 10^12", "number": "a number above 0",
     "flag": "true or false", "word": "a text", "indices": "a list of layer numbers",
 }  # fmt: skip
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
@@ -194,7 +194,7 @@ class ConfigReader:
 
 
 def _fits(value: Any, kind: str) -> bool:
-    is_int = type(value) is int and abs(value) < 10**12
+    is_int = type(value) is int and abs(value) <= 10**12
     if kind in ("count", "index"):
         return is_int and value >= (kind == "count")
     if kind == "number":

@@ -32,10 +32,13 @@ def parse_mesh(text: str | None) -> Degrees:
     for item in (text or "").split(",") if text else []:
         key, _, value = (word.strip() for word in item.partition("="))
         if key not in AXES or key in given:
-            problem = "is given twice" if key in given else "is no axis"
-            raise fail("E0730", f"--mesh: `{key}` {problem}", did_you_mean(key, AXES) or f"axes: {', '.join(AXES)}")
+            if key in given:
+                raise fail("E0730", f"--mesh: `{key}` is given twice", "give each axis once")
+            raise fail("E0730", f"--mesh: `{key}` is no axis", did_you_mean(key, AXES) or f"axes: {', '.join(AXES)}")
         if not re.fullmatch(r"[1-9][0-9]{0,5}", value):
-            raise fail("E0730", f"--mesh: `{key}` is `{value}`, not a whole number from 1", "for example --mesh ep=2")
+            raise fail(
+                "E0730", f"--mesh: `{key}` is `{value}`, not a whole number from 1 to 999999", "for example --mesh ep=2"
+            )
         given[key] = int(value)
     has_attention, has_experts = bool(given.keys() & {"dp", "tp"}), bool(given.keys() & {"edp", "ep", "etp"})
     mesh = Degrees(**given)

@@ -120,8 +120,8 @@ def _bad_family_file() -> None:
     parse_family("mine", {"name": "mine", "architecture": "MineForCausalLM", "modle": {}})
 
 
-def _pipeline() -> None:
-    import_model(micro.write(MODEL), mesh="ep=2,pp=2")
+def _axis_twice() -> None:
+    import_model(micro.write(MODEL), mesh="ep=2,ep=3")
 
 
 def _unwritable_path() -> None:
@@ -201,7 +201,7 @@ CASES: dict[str, Callable[[], None]] = {
     "E0722": _missing_key,
     "E0723": _contradiction,
     "E0724": _bad_family_file,
-    "E0730": _pipeline,
+    "E0730": _axis_twice,
     "E0731": _unwritable_path,
     "E0740": _renamed_expert,
     "E0741": _other_shapes,

@@ -259,3 +259,22 @@ def test_a_cluster_needs_a_mesh(tmp_path: Path) -> None:
 )
 def test_names_of_models(path: str, name: str) -> None:
     assert model_name(Path(path), load_family("mixtral")) == name
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [("deepseek_v2", "is `deepseek_v2`"), (["mixtral"], "is not text"), (None, "is missing")]
+)
+def test_a_model_type_is_never_corrected_to_a_family(kind: object, told: str) -> None:
+    """The nearest family is another model, so all are listed."""
+    with pytest.raises(MoecError, match=told) as caught:
+        family_of({"model_type": kind}, "config.json")
+    assert caught.value.diagnostics[0].help.startswith(f"families: {', '.join(family_names())};")
+
+
+def test_limits_are_named() -> None:
+    with pytest.raises(MoecError, match="not a whole number from 1 to 999999"):
+        parse_mesh("ep=99999999999")
+    assert "not a whole number from 1 to 10^12" in refusal("mixtral", hidden_size=10**30)
+    with pytest.raises(MoecError, match="given twice") as caught:
+        parse_mesh("ep=2,ep=3")
+    assert "mean" not in caught.value.diagnostics[0].help
