@@ -303,6 +303,14 @@ def test_eos_may_be_a_number_or_a_list(tmp_path: Path, generation: object, confi
     assert read_eos(tmp_path) == eos
 
 
+@pytest.mark.parametrize("found", ["x", [1, "x"], True, 1.5, {}, -1])
+def test_an_end_token_that_is_none_is_refused(tmp_path: Path, found: object) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": found}))
+    with pytest.raises(MoecError, match="eos_token_id") as caught:
+        read_eos(tmp_path)
+    assert (caught.value.diagnostics[0].code, caught.value.exit_code) == ("E0624", 3)
+
+
 def test_prompts_are_read_from_lines(folder: Path) -> None:
     file = folder / "prompts.jsonl"
     file.write_text('{"prompt": "a"}\n\n{"tokens": [1, 2]}\n')

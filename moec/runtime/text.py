@@ -63,15 +63,20 @@ class TextStream:
 
 
 def read_eos(folder: Path) -> frozenset[int]:
-    """Ids that end a sequence: `eos_token_id` of generation_config.json, else of config.json (a number or a list)."""
+    """Ids that end a sequence: `eos_token_id` of generation_config.json, else of config.json (a number or a list).
+
+    Raises E0624 for anything else: without the end a model talks on.
+    """
     for name in ("generation_config.json", "config.json"):
         if not (folder / name).is_file():
             continue
         found = read_json_object(folder / name, "E0714", "config", MIB)[0].get("eos_token_id")
-        if isinstance(found, int):
-            return frozenset([found])
-        if isinstance(found, list) and all(isinstance(token, int) for token in found):
-            return frozenset(found)
+        tokens = found if isinstance(found, list) else [] if found is None else [found]
+        if not all(type(token) is int and token >= 0 for token in tokens):
+            what = f"`eos_token_id` in `{folder / name}` is {json.dumps(found)[:80]}, not a token id or a list of them"
+            raise fail("E0624", what, "fetch the model's own file, or pass --ignore-eos")
+        if tokens:
+            return frozenset(tokens)
     return frozenset()
 
 
