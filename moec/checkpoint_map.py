@@ -94,7 +94,8 @@ class _Account:
         place = dict(zip(target.numbers, numbers, strict=True))
         logical = [text.replace("{l}", str(place["l"])) if "l" in place else text for text in target.logical]
         if not all(parameter in self.parameters for parameter in logical):
-            if place.get("l") not in self.extra_layers:
+            is_empty = tensor.nbytes == 0  # what transformers writes for no shared experts: [0, hidden]
+            if place.get("l") not in self.extra_layers and not is_empty:
                 self.unused.append(name)
             return
         expert = place.get("e")

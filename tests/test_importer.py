@@ -278,3 +278,28 @@ def test_limits_are_named() -> None:
     with pytest.raises(MoecError, match="given twice") as caught:
         parse_mesh("ep=2,ep=3")
     assert "mean" not in caught.value.diagnostics[0].help
+
+
+@pytest.mark.parametrize("rows", [0, 6])
+def test_no_shared_experts_leave_empty_tensors_or_none(rows: int, tmp_path: Path) -> None:
+    """transformers writes [0, hidden] for them. One with anything in it is still a tensor that nothing uses."""
+    config = DEEPSEEK | {"n_shared_experts": 0, "num_hidden_layers": 1, "first_k_dense_replace": 0}
+    model = import_config(config, load_family("deepseek_v3"), tmp_path)
+    table = load_family("deepseek_v3").tensors
+    names = {target.logical[0]: key for key, target in table.items() if not target.one_expert}
+    tensors: dict[str, tuple[str, list[int]]] = {}
+    for logical, shape in logical_parameters(model).items():
+        if ".experts.gate" in logical:
+            tensors["model.layers.0.mlp.experts.gate_up_proj"] = ("F32", [shape[0], 2 * shape[1], shape[2]])
+        elif ".experts.up" not in logical:
+            tensors[names[logical.replace("layers.0", "layers.{l}")].replace("#", "0")] = ("F32", list(shape))
+    shared = "model.layers.0.mlp.shared_experts"
+    tensors |= {f"{shared}.{name}_proj.weight": ("F32", [rows, 8]) for name in ("gate", "up")}
+    tensors[f"{shared}.down_proj.weight"] = ("F32", [8, rows])
+    folder = micro.write(tmp_path / "model", tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    if rows:
+        with pytest.raises(MoecError, match="nothing uses 3 tensors"):
+            import_model(folder)
+    else:
+        assert "experts shared" not in import_model(folder)
