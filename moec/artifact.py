@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moec.artifact_files import canonical_json, read_artifact, write_artifact
+from moec.artifact_files import canonical_json, read_artifact, read_plan, write_artifact
 from moec.diagnostics import CompileError, MoecError, fail
 from moec.ir import Program
 from moec.ir_parse import parse
@@ -77,7 +76,7 @@ def load(folder: Path) -> Artifact:
     """
     files = read_artifact(folder)
     try:
-        document = json.loads(files["plan.json"])
+        document = read_plan(files["plan.json"])
         source_folder = parent_of(folder) / str(document.pop("source_folder", "."))
         stages = tuple(_stage(files, index, document["mesh"]["pp"]) for index in range(document["mesh"]["pp"]))
     except (KeyError, TypeError, ValueError, MoecError) as error:
@@ -105,6 +104,8 @@ def _stage(files: Mapping[str, str], index: int, num_stages: int) -> tuple[Progr
     )
     for program in (prefill, decode):
         verify(program)
+        if program.phase != ("prefill" if program is prefill else "decode"):
+            raise ValueError(f"a program of the phase {program.phase} stands in the other's place")
         if (program.stage, program.mesh.pp) != (index, num_stages):
             raise ValueError(f"{program.phase} of stage {index} is of stage {program.stage} of {program.mesh.pp}")
     return prefill, decode

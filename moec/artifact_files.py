@@ -23,6 +23,12 @@ from moec.diagnostics import fail
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
 MAX_FILE = 64 << 20
+#: What every plan.json has (`moec.plan_document` writes it).
+_PLAN_PARTS: dict[str, type] = {
+    "plan": str, "source": str, "model": dict, "weights": dict, "compute": str, "context": int, "target": str,
+    "parameters": dict, "mesh": dict, "cluster": dict, "placement": dict, "memory": list, "kernels": list,
+    "phases": dict,
+}  # fmt: skip
 
 
 def canonical_json(value: Any) -> str:
@@ -91,7 +97,7 @@ def _only_writer(folder: Path) -> Iterator[str]:
 
 def _sweep(folder: Path, parts: str) -> None:
     """Remove what a writer left. An artifact that one had moved aside, with none in its place, is put back."""
-    for left in [path for path in folder.parent.iterdir() if path.name.startswith(parts)]:
+    for left in sorted(path for path in folder.parent.iterdir() if path.name.startswith(parts)):  # `new.` before `old.`
         if left.name.startswith(f"{parts}old.") and (left / MANIFEST).is_file() and not folder.exists():
             os.replace(left, folder)
         else:
@@ -122,6 +128,22 @@ def read_artifact(folder: Path) -> dict[str, str]:
     for name in sorted(found ^ set(listed)):
         raise _damaged(folder, f"`{name}` is {'not in the manifest' if name in found else 'missing'}")
     return {name: _read(folder, name, listed[name]) for name in sorted(listed)}
+
+
+def read_plan(text: str) -> dict[str, Any]:
+    """plan.json as an object that has every part its readers ask for. Raises ValueError."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError("its plan.json is not JSON") from None
+    if not isinstance(document, dict):
+        raise ValueError("its plan.json is no object")
+    for key, kind in _PLAN_PARTS.items():
+        if not isinstance(document.get(key), kind):
+            raise ValueError(f"its plan.json has no `{key}` of the kind that belongs there")
+    if not isinstance(document["weights"].get("path"), str | None) or type(document["mesh"].get("pp", 1)) is not int:
+        raise ValueError("its plan.json names no weights and mesh")
+    return document
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

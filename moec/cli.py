@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from importlib.metadata import version
@@ -122,14 +121,18 @@ def explain_command(
     what: Annotated[str, typer.Argument(metavar="DIR|CODE", help="A compiled folder, or an error code.")],
 ) -> None:
     """Explain a compiled plan or an error code. Of a plan: parameters, memory per rank, what each phase sends."""
-    from moec.artifact_files import read_artifact
+    from moec.artifact_files import read_artifact, read_plan
     from moec.explain import explain_code, explain_plan
 
     if Path(what).is_dir():
         files = read_artifact(Path(what))
-        if "plan.json" not in files:
-            raise fail("E0771", f"the artifact `{what}` has no plan.json", "compile the `.moe` file again")
-        sys.stdout.write(explain_plan(json.loads(files["plan.json"])))
+        try:
+            text = explain_plan(read_plan(files.get("plan.json", "")))
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:  # digests right, content not
+            reason = f"its plan.json lacks {error}" if isinstance(error, KeyError) else str(error)
+            message = f"the artifact `{what}` cannot be used: {reason}"
+            raise fail("E0771", message, "compile the `.moe` file again") from None
+        sys.stdout.write(text)
         return
     sys.stdout.write(explain_code(what).rstrip("\n") + "\n")
 

@@ -5,15 +5,16 @@ No torch here, because every command goes through this module.
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import NoReturn, ParamSpec
 
 import typer
 
-from moec.diagnostics import Diagnostic, MoecError
+from moec.diagnostics import Diagnostic, MoecError, fail
 from moec.runtime.launch_report import DEBUG_VARIABLE, internal_report
 
 P = ParamSpec("P")
@@ -38,6 +39,7 @@ def guarded(command: Callable[P, object], in_one_line: bool = False) -> Callable
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
+            _open_missing()
             command(*args, **kwargs)
             sys.stdout.flush()
         except MoecError as error:
@@ -47,15 +49,19 @@ def guarded(command: Callable[P, object], in_one_line: bool = False) -> Callable
         except BrokenPipeError:
             _close_stdout()
             raise typer.Exit(0) from None
+        except OSError as error:
+            if not _is_about_output(error):
+                _bug(error)
+            _close_stdout()
+            _show(cannot_print(error), in_one_line)
+            raise typer.Exit(4) from None
         except KeyboardInterrupt:
             _say(Diagnostic("E0606", "stopped by SIGINT").one_line())
             raise typer.Exit(130) from None
         except (typer.Exit, typer.BadParameter):
             raise
         except Exception as error:
-            report = internal_report(error)
-            _say(report.diagnostic.one_line())
-            raise typer.Exit(report.diagnostic.exit_code) from None
+            _bug(error)
 
     return run
 
@@ -89,6 +95,29 @@ def _clear_bar() -> None:
     """On a terminal, remove the progress bar of a rank that was ended while it showed one, and show the cursor."""
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[2K\x1b[?25h")
+
+
+def _bug(error: Exception) -> NoReturn:
+    report = internal_report(error)
+    _say(report.diagnostic.one_line())
+    raise typer.Exit(report.diagnostic.exit_code) from None
+
+
+def _open_missing() -> None:
+    """Where the caller closed standard output or error, what is printed there goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+
+
+def cannot_print(error: OSError) -> MoecError:
+    """The error of an output that takes no more, such as a full disk."""
+    return fail("E0618", f"cannot write standard output: {error.strerror}", "free space or send it elsewhere")
+
+
+def _is_about_output(error: OSError) -> bool:
+    """Whether standard output cannot take more: only writes to it name no file and fail in this way."""
+    return error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT)
 
 
 def _close_stdout() -> None:

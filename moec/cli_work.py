@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from moec.artifact import Artifact, load
-from moec.cli_errors import say
+from moec.cli_errors import cannot_print, say
 from moec.cli_run import Options
 from moec.compiler import compile
 from moec.diagnostics import MoecError, fail
@@ -168,7 +168,18 @@ def work(rank: Rank, job: Job) -> None:
         save_logits(job.logits, job.request.prompts, logits)
     if job.as_json:
         text = [job.text.decode(tokens) for tokens in result.tokens]
-        sys.stdout.write(json.dumps({"tokens": result.tokens, "text": text}) + "\n")
+        _print(json.dumps({"tokens": result.tokens, "text": text}) + "\n")
+
+
+def _print(text: str) -> None:
+    """To standard output at once. Raises E0618 where it takes no more; a closed pipe stays a BrokenPipeError."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise cannot_print(error) from error
 
 
 def save_logits(path: Path, prompts: Sequence[Sequence[int]], logits: Sequence[Tensor]) -> None:
@@ -206,8 +217,7 @@ class _Writer:
     def _write(self, text: str) -> None:
         """Waits as long as the reader does."""
         with self.status.within("output", "output"):
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            _print(text)
 
 
 def _silent(prompt: int, token: int, is_last: bool) -> None:

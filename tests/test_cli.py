@@ -235,6 +235,23 @@ def test_a_closed_pipe_is_quiet() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "error"),
+    [
+        ("passes > /dev/full", 4, "E0618"),
+        ("passes >&-", 0, ""),
+        (f"run {EXAMPLE}/tiny.moe --tokens 1 --max-new-tokens 1 --json > /dev/full", 4, "E0618"),
+        (f"run {EXAMPLE}/tiny.moe --prompt $'\\xff'", 3, "E0615"),
+        (f"run {EXAMPLE}/tiny.moe --prompts /dev/null", 3, "E0615"),
+    ],
+)
+def test_what_the_shell_hands_over_is_no_bug(words: str, code: int, error: str) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m moec {words}"], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert (done.returncode, re.findall(r"error\[(E\d+)\]", done.stderr)) == (code, [error] if error else [])
+
+
 def test_errors_of_run_are_one_line_even_with_a_source_line(tmp_path: Path) -> None:
     file = tmp_path / "bad.moe"
     file.write_text((EXAMPLE / "tiny.moe").read_text().replace("top         = 4", "top         = 99"))

@@ -169,6 +169,30 @@ def test_broken_manifest_is_refused(folder: Path, text: str) -> None:
     assert refusal(folder)[0] == "E0771"
 
 
+def redigest(folder: Path, **texts: str) -> None:
+    """Files changed and entered in the manifest again."""
+    files = read_artifact(folder)
+    shutil.rmtree(folder)
+    write_artifact(folder, files | {name.replace("_", "."): text for name, text in texts.items()})
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", "null", '{"mesh": {"pp": "1"}, "phases": []}', "[" * 100_000])
+def test_a_plan_that_is_none_is_refused_by_all_readers(folder: Path, text: str) -> None:
+    redigest(folder, plan_json=text)
+    assert refusal(folder)[0] == "E0771"
+    done = subprocess.run(
+        [sys.executable, "-m", "moec", "explain", str(folder)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr.partition("]")[0]) == (3, "moec: error[E0771")
+
+
+def test_phases_in_each_others_place_are_refused(folder: Path) -> None:
+    files = read_artifact(folder)
+    redigest(folder, prefill_ir=files["decode.ir"], decode_ir=files["prefill.ir"])
+    code, message = refusal(folder)
+    assert code == "E0771" and message.endswith("a program of the phase decode stands in the other's place")
+
+
 def test_an_ordinary_folder_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(MoecError) as caught:

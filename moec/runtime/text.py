@@ -28,9 +28,11 @@ class Text:
         self._tokenizer = _read_tokenizer(self.path) if self.path.is_file() else None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the tokenizer's post-processor adds. Raises E0613 without one."""
+        """Token ids, with the special tokens that the tokenizer's post-processor adds. Raises E0613, E0615."""
         if self._tokenizer is None:
             raise fail("E0613", f"there is no tokenizer at `{self.path}`", "give --tokens 1,2,3 instead of text")
+        if any("\ud800" <= c <= "\udfff" for c in text):  # what Python makes of bytes that are not UTF-8
+            raise fail("E0615", f"`{text[:80]}` is no prompt: it is not UTF-8", "give text that is, or --tokens 1,2,3")
         return list(self._tokenizer.encode(text).ids)
 
     def decode(self, tokens: Sequence[int]) -> str | None:
@@ -93,7 +95,10 @@ def read_prompts(path: Path, text: Text) -> list[list[int]]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise _bad_file(path, str(reason)) from error
-    return [_prompt(line, f"{path}:{number}", text) for number, line in enumerate(lines, 1) if line.strip()]
+    found = [_prompt(line, f"{path}:{number}", text) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise _bad_file(path, "it holds none")
+    return found
 
 
 def parse_tokens(text: str) -> list[int]:
