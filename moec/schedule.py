@@ -40,6 +40,10 @@ class Streams:
         self.free: dict[str, float] = {}
         self.ends: dict[fx.Node, float] = {}
 
+    def idle(self, wait: fx.Node) -> float:
+        """Microseconds that a wait would hold the rank if it were issued now."""
+        return max(0.0, self.ends[wait.all_input_nodes[0]] - self.now)
+
     def run(self, node: fx.Node) -> Span:
         """Issue one operation."""
         name, stream, cost = op_of(node).name, str(node.meta["stream"]), self.cost(node)
@@ -75,7 +79,7 @@ def operations(body: Body) -> list[fx.Node]:
 
 
 def reorder(body: Body, cost: Cost) -> None:
-    """List scheduling: starts as soon as their rows are there, waits when nothing else can run, longest path first.
+    """List scheduling: starts as soon as their rows are there, waits sunk, longest path first.
 
     Every rank runs this one order, so collectives need no other; reads and writes of KV state keep theirs.
     """
@@ -86,7 +90,7 @@ def reorder(body: Body, cost: Cost) -> None:
     waiting = list(nodes)
     while waiting:
         ready = [node for node in waiting if before[node] <= done]
-        chosen = min(ready, key=lambda node: _preference(node, rank[node], streams))
+        chosen = _choose(ready, rank, streams)
         streams.run(chosen)
         done.add(chosen)
         order.append(chosen)
@@ -94,15 +98,22 @@ def reorder(body: Body, cost: Cost) -> None:
     _place(body, order)
 
 
-def _preference(node: fx.Node, path: float, streams: Streams) -> tuple[int, float]:
-    """Starts, then what keeps the rank busy, by longest path; then the wait that ends first."""
-    name = op_of(node).name
-    if name.endswith(".start"):
-        return 0, -path
-    if name.endswith(".wait"):
-        end = streams.ends[node.all_input_nodes[0]]
-        return (1, -path) if end <= streams.now else (2, end)
-    return 1, -path
+def _choose(ready: list[fx.Node], path: dict[fx.Node, float], streams: Streams) -> fx.Node:
+    """Starts first; then what has the longest path to the end, a wait that would hold the rank only if that pays.
+
+    It pays to stand idle for a short transfer where the operation that could run meanwhile would hold up the longer
+    path by more than the idle time.
+    """
+    starts = [node for node in ready if op_of(node).name.endswith(".start")]
+    idle = {node: streams.idle(node) for node in ready if op_of(node).name.endswith(".wait")}
+    busy = [node for node in ready if idle.get(node, 0.0) == 0.0]
+    if starts or not busy:
+        return max(starts, key=lambda n: path[n]) if starts else min(idle, key=lambda n: idle[n])
+    best = max(busy, key=lambda n: path[n])
+    for wait, us in sorted(idle.items(), key=lambda item: item[1]):
+        if us and path[wait] > path[best] and streams.cost(best) - us > us:
+            return wait
+    return best
 
 
 def _dependencies(nodes: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:

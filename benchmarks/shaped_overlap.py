@@ -1,0 +1,116 @@
+"""What overlap gains on the shaped cluster: one sparse layer's whole model, prefilled with `overlap = off` and planned.
+
+Two plans in one run, their steps interleaved: one whose experts and shared expert take about as long as the exchange,
+where the cost model predicts a gain, and one with narrow experts on a fast link, where it declines: there the Program
+must equal the one with `overlap = off`. Linux, root, iproute2. Ratios of medians; the outputs of both are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from shaped import ShapedCluster
+from shaped_nodes import ClusterError
+
+from moec.compiler import compile_phase
+from moec.diagnostics import SourceFile
+from moec.ir import Program
+from moec.runtime.executor import DTYPES, Executor, local_shape
+from moec.runtime.groups import make_groups
+from moec.runtime.kv import allocate_kv
+from moec.runtime.launch_rank import Rank
+from moec.runtime.step import Piece, make_step
+from moec.runtime.weights import wanted
+from moec.semantics import check
+
+_TEXT = """
+cluster shaped {{
+  devices = 2  memory_rate = 4 GB/s  compute = peak(fp32 = {tflops} TFLOP/s)
+  intra = link({intra} GB/s, latency = {latency} us)  inter = link({inter} GB/s, latency = {latency} us)
+}}
+model layer {{
+  hidden = 2048  vocab = 8  norm = rms(eps = 1e-6)  dtype = fp32
+  attention one = gqa(heads = 1, head_dim = 2)
+  router uniform {{ score = softmax  top = 8  renormalize = true }}
+  experts routed = 64 * swiglu({inner})
+  experts shared = 1 * swiglu({shared})
+  layers 0 {{ one  moe(uniform, routed, shared) }}
+}}
+mesh ranks on shaped[2] {{ experts = ep(4) }}
+plan p {{
+  run layer on ranks
+  context = 1024
+  prefill {{ tokens = 1024  exchange = two_hop  overlap = {overlap} }}
+  decode  {{ batch = 1 }}
+}}
+"""
+#: A node's 400 Mbit/s are shared by its two ranks; two ranks share each core.
+PAYS = {"intra": 1, "inter": 0.0246, "latency": 200, "inner": 8, "shared": 1536, "tflops": 0.02}
+DECLINES = {"intra": 4000, "inter": 4000, "latency": 0.1, "inner": 8, "shared": 8, "tflops": 0.02}
+
+
+def compiled(overlap: str, **values: Any) -> Program:
+    text = _TEXT.format(overlap=overlap, **values)
+    return compile_phase(check(SourceFile("layer.moe", text)).plan(), "prefill", "layer.moe")
+
+
+def build(program: Program, rank: Rank, groups: Any) -> Executor:
+    """The program with random weights, the same for every plan."""
+    generator = torch.Generator().manual_seed(rank.rank)
+    tensors = {
+        name: torch.randn(local_shape(program, param, rank.rank), generator=generator).mul_(param.shape[-1] ** -0.5)
+        for name, param in sorted(wanted([program]).items())
+    }
+    tensors = {name: tensor.to(DTYPES["fp32"]) for name, tensor in tensors.items()}
+    return Executor(program, tensors, allocate_kv(program), rank=rank.rank, groups=groups, status=rank.status)
+
+
+def main_rank(rank: Rank, repeats: int) -> list[list[float]]:
+    """Seconds of each step: overlap off, and as planned."""
+    programs = [compiled(overlap, **PAYS) for overlap in ("off", "auto")]
+    groups = make_groups(programs[0].mesh, rank)
+    executors = [build(program, rank, groups) for program in programs]
+    step = make_step([Piece([(i * 7 + rank.rank) % 8 for i in range(1024)], 0)])
+    outputs = [executor.run(step) for executor in executors]
+    worst = float((outputs[0] - outputs[1]).abs().max())
+    assert worst < 1e-3, f"overlap changed the result by {worst}"
+    times: list[list[float]] = [[], []]
+    for _ in range(repeats):
+        for taken, executor in zip(times, executors, strict=True):
+            dist.barrier()
+            start = time.perf_counter()
+            executor.run(step)
+            dist.barrier()
+            taken.append(time.perf_counter() - start)
+    return times
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Overlap of exchange and compute on a shaped cluster.")
+    parser.add_argument("--repeats", type=int, default=7)
+    options = parser.parse_args()
+    planned = compiled("auto", **PAYS)
+    declined, off = compiled("auto", **DECLINES), compiled("off", **DECLINES)
+    print(f"where it pays, auto plans overlap = {planned.overlap}")
+    print(f"where it declines, auto plans overlap = {declined.overlap}; equal to off: {declined == off}")
+    try:
+        with ShapedCluster(2, 2, 400) as cluster:
+            times = cluster.run(main_rank, options.repeats)[0]
+    except ClusterError as error:
+        print(f"shaped_overlap: {error}", file=sys.stderr)
+        return 4
+    pairs = [a / b for a, b in zip(*times, strict=True)]
+    medians = [statistics.median(taken) for taken in times]
+    print(f"off {medians[0]:.3f} s, planned {medians[1]:.3f} s: {medians[0] / medians[1]:.2f} times as fast")
+    print(f"pair by pair: {', '.join(f'{ratio:.2f}' for ratio in pairs)} (median {statistics.median(pairs):.2f})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
