@@ -1,7 +1,7 @@
 """What overlap gains on the shaped cluster: one sparse layer's whole model, prefilled with `overlap = off` and planned.
 
 Two plans in one run, their steps interleaved: one whose experts and shared expert take about as long as the exchange,
-where the cost model predicts a gain, and one of eight tokens and narrow experts, where it declines: there the Program
+where the cost model predicts a gain, and one of four tokens on slow messages, where it declines: there the Program
 must equal the one with `overlap = off`. Linux, root, iproute2. Ratios of medians; the outputs of both are compared.
 """
 
@@ -52,7 +52,7 @@ plan p {{
 """
 #: A node's 400 Mbit/s are shared by its two ranks; two ranks share each core.
 PAYS = {"tokens": 1024, "intra": 1, "inter": 0.0246, "latency": 200, "inner": 8, "shared": 1536, "tflops": 0.02}
-DECLINES = {"tokens": 8, "intra": 1, "inter": 0.0246, "latency": 200, "inner": 8, "shared": 8, "tflops": 0.02}
+DECLINES = {"tokens": 4, "intra": 1, "inter": 0.0246, "latency": 1000, "inner": 8, "shared": 8, "tflops": 0.02}
 
 
 def compiled(overlap: str, **values: Any) -> Program:
