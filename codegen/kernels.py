@@ -132,7 +132,7 @@ class GateUp:
 def find_target(name: str) -> Target:
     """The target named `cuda:90` and the like; E0521 for a name that is none."""
     if name not in TARGETS:
-        known = ", ".join(TARGETS)
+        known = ", ".join(["cpu", *TARGETS])
         raise fail("E0521", f"`{name}` is not a target", did_you_mean(name, TARGETS) or f"the targets are {known}")
     return TARGETS[name]
 

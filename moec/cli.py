@@ -14,7 +14,7 @@ from moec.cli_calibrate import calibrate_command
 from moec.cli_compile import compile_command
 from moec.cli_errors import EXIT_CODES, debug, epilog, guarded
 from moec.cli_run import run_command
-from moec.diagnostics import fail
+from moec.diagnostics import SourceFile, fail
 from moec.files import write_whole
 
 app = typer.Typer(
@@ -66,8 +66,10 @@ def import_command(
 ) -> None:
     """Write a readable .moe file for a Hugging Face model."""
     from moec.importer import import_model
+    from moec.semantics import check
 
     text = import_model(source, mesh=mesh, cluster=cluster, output=output)
+    check(SourceFile(str(output or "imported.moe"), text), overrides=[])  # a model may not fit its mesh
     if output is None:
         sys.stdout.write(text)
         return

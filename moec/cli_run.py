@@ -5,6 +5,7 @@ Everything that can be refused is refused before a rank starts: options, program
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,8 @@ def run_command(
 
     if not (prompt or tokens or prompts):
         raise typer.BadParameter("give --prompt TEXT, --tokens 1,2,3 or --prompts FILE")
+    if not math.isfinite(temperature):
+        raise typer.BadParameter(f"--temperature {temperature} is no finite number")
     changes = (*(overrides or []), *([f"plan.compute={dtype}"] if dtype else []))
     options = Options(
         source, tuple(prompt or ()), tuple(tokens or ()), prompts, max_new_tokens, temperature, seed, ignore_eos,

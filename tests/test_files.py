@@ -66,3 +66,21 @@ def test_a_full_disk_costs_no_older_file(tmp_path: Path, command: str) -> None:
     assert done.stderr.startswith(f"moec: error[E0618]: cannot write `{file}`: No space left on device; ")
     assert file.read_text() == text
     assert [path.name for path in tmp_path.iterdir()] == ["a.moe"]
+
+
+def test_an_import_that_check_would_refuse_writes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "a.moe"
+    done = CliRunner().invoke(app, ["import", str(EXAMPLE), "--mesh", "tp=3", "-o", str(file)])
+    assert (done.exit_code, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
+    assert f"--> {file}:" in done.stderr
+
+
+def test_a_temperature_is_finite() -> None:
+    for value in ("inf", "nan"):
+        done = CliRunner().invoke(app, ["run", "x.moe", "--tokens", "1", "--temperature", value])
+        assert done.exit_code == 2
+
+
+def test_an_unknown_target_is_told_all_of_them(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["compile", str(EXAMPLE / "tiny.moe"), "--target", "xyz", "-o", str(tmp_path / "m")])
+    assert "the targets are cpu, cuda:80, " in done.stderr
