@@ -106,9 +106,7 @@ def _top(moe: fx.Node) -> int:
     return int(ids.shape[1])
 
 
-def _all_to_all(
-    build: Builder, moe: fx.Node, rows: fx.Node, counts: list[fx.Node], group: str, back: bool
-) -> fx.Node:
+def _all_to_all(build: Builder, moe: fx.Node, rows: fx.Node, counts: list[fx.Node], group: str, back: bool) -> fx.Node:
     table = moe.kwargs["table"]
     started = build.emit("all_to_all.start", rows, *counts, at=moe, table=table, group=group, back=back)
     return _one(build.emit("all_to_all.wait", started, at=moe))
@@ -134,9 +132,7 @@ def _ordered(build: Builder, moe: fx.Node) -> fx.Node:
     """Flat, with a row per token and expert on the way back."""
     x, ids, weights = operands(moe)[:3]
     table = moe.kwargs["table"]
-    message, counts, _ = build.emit(
-        "fan_out", x, ids, weights, at=moe, table=table, group=EP, bound=None, drop=False
-    )
+    message, counts, _ = build.emit("fan_out", x, ids, weights, at=moe, table=table, group=EP, bound=None, drop=False)
     recv = build.emit("exchange_counts", counts, at=moe, table=table, group=EP)
     arrived = _all_to_all(build, moe, message, [counts, recv], EP, back=False)
     rows, served_ids, _ = _open(build, moe, arrived)
