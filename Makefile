@@ -5,10 +5,12 @@
 # VENV=DIR            another virtual environment
 # CONSTRAINTS=        the newest releases instead of the tested ones
 # ARGS="-k lowering"  more arguments for pytest
+# JOBS=N              test processes at once; tests of ranks start up to eight processes each
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
+JOBS ?= 2
 CONSTRAINTS ?= .ci/constraints.txt
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
@@ -20,7 +22,7 @@ run: $(VENV)/.run
 	$(BIN)/moec run examples/tiny/tiny.moe --prompt "$(PROMPT)" --max-new-tokens 48
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
