@@ -38,7 +38,11 @@ CHANGES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("deepseek_v3", {"n_shared_experts": 0}, ["shared width of layers 1..3: config says 0, program has 6"]),
     ("deepseek_v3", {"first_k_dense_replace": 2}, ["ffn of layer 1: config says dense, program has moe"]),
     ("deepseek_v3", {"num_hidden_layers": 3}, ["layers: config says 3, program has 4"]),
-    ("qwen3_moe", {"num_attention_heads": 4, "head_dim": 4}, ["gqa heads of layers 0..3", "gqa kv_heads of layers 0..3"]),
+    (
+        "qwen3_moe",
+        {"num_attention_heads": 4, "head_dim": 4},
+        ["gqa heads of layers 0..3", "gqa kv_heads of layers 0..3"],
+    ),
     ("qwen3_moe", {"tie_word_embeddings": True}, ["tied head: config says true, program has false"]),
 ]  # fmt: skip
 
