@@ -5,12 +5,12 @@
 # VENV=DIR            another virtual environment
 # CONSTRAINTS=        the newest releases instead of the tested ones
 # ARGS="-k lowering"  more arguments for pytest
-# JOBS=N              test processes at once; tests of ranks start up to eight processes each
+# JOBS=N              test processes at once (3: tests of ranks and of faults mostly wait)
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
-JOBS ?= 2
+JOBS ?= 3
 CONSTRAINTS ?= .ci/constraints.txt
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
