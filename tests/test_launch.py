@@ -365,6 +365,7 @@ def test_a_taken_port_is_named_with_its_holder() -> None:
         port = server.getsockname()[1]
 
         def be_rank() -> None:
+            server.close()  # the copy that fork made: this process alone holds the port
             os.environ.update(rank_env(0, 2, port))
             exec(SCRIPT, {})  # noqa: S102
 
