@@ -17,6 +17,9 @@ from moec.ir import Body, is_op, op_of, results_of
 #: Microseconds of an operation: of a start, those of its transfer.
 Cost = Callable[[fx.Node], float]
 
+#: Microseconds from an operation to the end of the body: on links along its longest chain, then of the whole chain.
+Path = tuple[float, float]
+
 #: What issuing a start costs the rank.
 ISSUE_US = 2.0
 
@@ -98,7 +101,7 @@ def reorder(body: Body, cost: Cost) -> None:
     _place(body, order)
 
 
-def _choose(ready: list[fx.Node], path: dict[fx.Node, float], streams: Streams) -> fx.Node:
+def _choose(ready: list[fx.Node], path: dict[fx.Node, Path], streams: Streams) -> fx.Node:
     """Starts first; then what has the longest path to the end, a wait that would hold the rank only if that pays.
 
     It pays to stand idle for a short transfer where the operation that could run meanwhile would hold up the longer
@@ -135,11 +138,12 @@ def _is_made(value: fx.Node) -> bool:
     return value.op == "call_function"
 
 
-def _longest_paths(nodes: list[fx.Node], before: dict[fx.Node, set[fx.Node]], cost: Cost) -> dict[fx.Node, float]:
-    """Microseconds from the start of each operation to the end of the body along its longest chain."""
-    path = dict.fromkeys(nodes, 0.0)
+def _longest_paths(nodes: list[fx.Node], before: dict[fx.Node, set[fx.Node]], cost: Cost) -> dict[fx.Node, Path]:
+    """What each operation holds up: time on links first, since the rank itself is busy whatever the order."""
+    path: dict[fx.Node, Path] = dict.fromkeys(nodes, (0.0, 0.0))
     for node in reversed(nodes):
-        path[node] += cost(node)
+        link, total = path[node]
+        path[node] = (link + cost(node) * (node.meta["stream"] != "compute"), total + cost(node))
         for earlier in before[node]:
             path[earlier] = max(path[earlier], path[node])
     return path
