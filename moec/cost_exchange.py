@@ -157,10 +157,10 @@ class Comparison:
         """The bodies that route, lowered. Only a padded exchange has its number of tokens built in."""
         key = bare.exchange, bare.combine, token_rows(program) if bare.exchange == "padded" else 0
         if key not in self._lowered:
-            bodies = {name: _copy(body) if _is_sparse(body) else body for name, body in program.bodies.items()}
+            bodies = {name: copy_body(body) if is_sparse(body) else body for name, body in program.bodies.items()}
             copied = replace(program, exchange=bare.exchange, combine=bare.combine, bodies=bodies)
             self.lower(copied)
-            layers = {name: len(program.layers_of(name)) for name in bodies if _is_sparse(program.bodies[name])}
+            layers = {name: len(program.layers_of(name)) for name in bodies if is_sparse(program.bodies[name])}
             self._lowered[key] = [
                 _Lowered(sizes_of(copied, bodies[name], self.trace), _exchange(bodies[name]), n / sum(layers.values()))
                 for name, n in layers.items()
@@ -182,11 +182,13 @@ def _standing(program: Program, candidate: Candidate) -> tuple[str, bool, bool]:
     return "", True, True
 
 
-def _is_sparse(body: Body) -> bool:
+def is_sparse(body: Body) -> bool:
+    """Whether a body has experts that are not lowered yet."""
     return any(is_op(node) and op_of(node).name == "moe" for node in body.graph.nodes)
 
 
-def _copy(body: Body) -> Body:
+def copy_body(body: Body) -> Body:
+    """A body to lower for trial: its own graph, parameters and states."""
     return Body(body.name, copy.deepcopy(body.graph), dict(body.params), dict(body.states))
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from moec.cost import NodeCost, node_cost
+from moec.cost_exchange import copy_body, is_sparse
 from moec.cost_sizes import sizes_of
-from moec.ir import Body, Program, is_op, op_of
+from moec.ir import Body, Program, is_op
 from moec.schedule import makespan, reorder
 
 #: Chunks that `overlap = auto` tries. 1 only moves what is there.
@@ -57,8 +57,8 @@ def _candidates(program: Program) -> Sequence[str]:
 
 def _time(program: Program, lower: Lower, overlap: str) -> tuple[float, tuple[str, ...]]:
     """Microseconds of the sparse layers, and what is unknown of them."""
-    sparse = [name for name, body in program.bodies.items() if _is_sparse(body)]
-    bodies = {name: _copy(body) if name in sparse else body for name, body in program.bodies.items()}
+    sparse = [name for name, body in program.bodies.items() if is_sparse(body)]
+    bodies = {name: copy_body(body) if name in sparse else body for name, body in program.bodies.items()}
     copied = replace(program, overlap=overlap, bodies=bodies)
     lower(copied)
     total, unknown = 0.0, set[str]()
@@ -75,11 +75,3 @@ def _time(program: Program, lower: Lower, overlap: str) -> tuple[float, tuple[st
 def _costs(program: Program, body: Body) -> dict[fx.Node, NodeCost]:
     sizes = sizes_of(program, body)
     return {node: node_cost(sizes, node) for node in body.graph.nodes if is_op(node)}
-
-
-def _is_sparse(body: Body) -> bool:
-    return any(is_op(node) and op_of(node).name == "moe" for node in body.graph.nodes)
-
-
-def _copy(body: Body) -> Body:
-    return Body(body.name, copy.deepcopy(body.graph), dict(body.params), dict(body.states))

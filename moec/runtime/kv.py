@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from moec.ir import Program
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from moec.runtime.context import DTYPES
 
 
 def allocate_kv(program: Program, device: torch.device | str = "cpu") -> dict[int, dict[str, Tensor]]:
@@ -19,7 +18,7 @@ def allocate_kv(program: Program, device: torch.device | str = "cpu") -> dict[in
             memory[layer] = {
                 name: torch.zeros(
                     (program.slots, program.context, *state.local_shape(program.mesh)),
-                    dtype=_DTYPES[state.dtype],
+                    dtype=DTYPES[state.dtype],
                     device=device,
                 )
                 for name, state in states.items()
