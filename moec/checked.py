@@ -176,6 +176,41 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Tier:
+    """Where experts wait that are not in device memory. A rate of None is the cluster's link, where it has one."""
+
+    bytes_per_rank: int | None  # None: no limit
+    bandwidth: float | None  # bytes per second, per rank
+    latency_s: float  # seconds of one transfer besides its bytes; 0 where `bandwidth` is None
+    path: str | None  # the folder of the nvme tier, as written; None: this is host memory
+    span: Span
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Which of the experts a rank holds are in its device memory, and how the others come there.
+
+    Exactly one of `hbm` (bytes per rank), `slots` (experts per layer and rank) and `share` (part of each layer's experts
+    on the rank, above 0, at most 1) is set. Trace files are paths as `moec.semantics` resolved them.
+    """
+
+    name: str
+    hbm: int | None
+    slots: int | None
+    share: float | None
+    host: Tier | None  # at least one of `host` and `nvme` is set
+    nvme: Tier | None
+    evict: str  # lru | lfu | layer_lru | least_stale | trace
+    evict_trace: str | None  # set where `evict` is trace
+    prefetch: str  # none | next_router | history
+    prefetch_trace: str | None  # set where `prefetch` is history
+    ahead: int  # layers that a prefetch looks ahead; 0 where `prefetch` is none
+    pin_shared: bool  # the shared experts stay in device memory: so they do without a `pin`, which only says it
+    pinned: tuple[int, ...]  # routed experts of every layer that never leave device memory, ascending
+    span: Span
+
+
+@dataclass(frozen=True)
 class Plan:
     name: str
     model: Model
@@ -185,3 +220,4 @@ class Plan:
     prefill: Phase
     decode: Phase
     span: Span
+    cache: Cache | None = None  # None: every expert stays in device memory
