@@ -19,6 +19,7 @@ FOLDERS = {"grammar": "moec.grammar", "passes": "moec.passes", "codegen": "moec.
 ALLOWED: dict[str, set[str]] = {
     "diagnostics": set(),
     "files": {"diagnostics"},
+    "cache": {"files", "diagnostics"},  # whose policies the run time drives, and the cost model asks
     "topology": {"diagnostics"},
     "calibrate": {"topology"},
     "mesh": {"diagnostics"},
@@ -35,26 +36,28 @@ ALLOWED: dict[str, set[str]] = {
     "layout": {"mesh"},
     "ir": {"layout", "mesh", "placement", "topology", "diagnostics"},
     "schedule": {"ir"},
-    "cost": {"ir", "mesh", "placement", "topology", "diagnostics"},
+    "cost": {"cache", "ir", "mesh", "placement", "topology", "diagnostics"},
     "lowering": {"checked", "ir", "mesh", "topology", "placement", "diagnostics"},
     "plan_overlap": {"cost", "ir", "schedule"},
-    "passes": {"ir", "layout", "mesh", "placement", "cost", "schedule", "plan_overlap", "topology", "diagnostics"},
+    "passes": {
+        "cache", "ir", "layout", "mesh", "placement", "cost", "schedule", "plan_overlap", "topology", "diagnostics",
+    },
     "codegen": {"ir", "layout", "diagnostics"},
     "artifact": {"ir", "diagnostics"},
     "plan": {"checked", "checkpoint", "cost", "declared", "ir", "parameters", "schedule", "diagnostics"},
-    "explain": {"specs", "diagnostics"},
+    "explain": {"cache", "specs", "diagnostics"},
     "runtime": {
         "importer",  # reads the config beside the weights, which must be of the model that the program is of
-        "artifact", "codegen", "ir", "layout", "mesh", "placement", "topology", "checkpoint", "weights", "files",
-        "diagnostics",
+        "artifact", "cache", "codegen", "ir", "layout", "mesh", "placement", "topology", "checkpoint", "weights",
+        "files", "diagnostics",
     },
     "compiler": {
         "grammar", "semantics", "lowering", "passes", "artifact", "codegen", "checked", "checkpoint", "cost", "ir",
         "plan", "weights", "diagnostics",
     },
     "cli": {
-        "compiler", "importer", "runtime", "explain", "artifact", "grammar", "semantics", "passes", "checked", "ir",
-        "weights", "mesh", "calibrate", "files", "diagnostics",
+        "cache", "compiler", "importer", "runtime", "explain", "artifact", "grammar", "semantics", "passes", "checked",
+        "ir", "weights", "mesh", "calibrate", "files", "diagnostics",
     },
     "api": {"artifact", "runtime", "weights", "diagnostics"},
     "package": {"api", "compiler"},
@@ -150,8 +153,19 @@ def test_input_is_never_executed() -> None:
     assert {name: found for name, tree in trees.items() if (found := _executing_calls(tree))} == EXECUTES
     assert not {name: taken for name, tree in trees.items() if (taken := FORBIDDEN & set(imported(tree, set())))}
     loads = {"torch.load", "numpy.load", "np.load"}
-    attributes = {(name, ast.unparse(n)) for name, tree in trees.items() for n in ast.walk(tree) if _is_path(n)}
+    attributes = {
+        (name, ast.unparse(n))
+        for name, tree in trees.items()
+        for n in ast.walk(tree)
+        if _is_path(n) and n not in _loads_without_pickle(tree)
+    }
     assert not [found for found in attributes if found[1] in loads]
+
+
+def _loads_without_pickle(tree: ast.Module) -> list[ast.expr]:
+    """What is called with `allow_pickle=False`, written out: numpy's reader of arrays and nothing else."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [c.func for c in calls if "allow_pickle=False" in map(ast.unparse, c.keywords)]
 
 
 def _executing_calls(tree: ast.Module) -> list[str]:
