@@ -1,0 +1,205 @@
+"""Which expert is in which slot: the one state machine that the run time and the simulator drive.
+
+Slots are numbered; what is in them changes, they do not, so a captured graph that reads through the table stays valid.
+`demand` is a step's look-up of a layer, `prefetch` a guess about a later one. Both only decide: whoever drives this
+moves the bytes, in the order of what is returned, and hands compute a slot when its expert has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moec.cache.policies import Key, Policy, Scope
+
+
+class Use(NamedTuple):
+    """One expert that a step needs, and where it is. `is_loaded`: it must first be copied there, on demand."""
+
+    expert: int
+    slot: int
+    is_loaded: bool
+    evicted: Key | None
+
+
+class Load(NamedTuple):
+    """One expert that is copied into `slot` on a guess."""
+
+    expert: int
+    slot: int
+    evicted: Key | None
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened to one layer. lookups = hits + misses; transfers = misses + prefetches."""
+
+    lookups: int = 0
+    hits: int = 0  # resident when looked up, thanks to a prefetch or not
+    prefetch_hits: int = 0  # the part of `hits` that a prefetch brought and that nobody had used before
+    misses: int = 0
+    evictions: int = 0  # of experts of this layer, by whichever layer
+    prefetches: int = 0
+    skipped: int = 0  # guesses for which no slot was to be had
+    useless: int = 0  # prefetched and evicted before any use
+
+
+def least_slots(held: Sequence[Collection[int]], scope: Scope, pinned: Collection[Key] = ()) -> int:
+    """The fewest slots per layer that work: those of the pinned experts, and one through which the others pass."""
+    need = [sum(key[0] == layer for key in pinned) for layer in range(len(held))]
+    passing = [int(len(experts) > kept) for experts, kept in zip(held, need, strict=True)]
+    if scope == "layer":
+        return max(map(sum, zip(need, passing, strict=True)), default=0)
+    return -(-(sum(need) + max(passing, default=0)) // max(len(held), 1))
+
+
+class Residency:
+    """The slots of one rank: a pool of `slots` for each layer, or one pool of slots x layers (`policy.scope`).
+
+    `held[layer]` are the experts that this rank holds; `pinned` ones are there from the beginning and stay. Slots are
+    numbered layer by layer. Raises ValueError where the slots are fewer than `least_slots`, or a pinned expert or one
+    looked up is not held.
+    """
+
+    def __init__(
+        self, held: Sequence[Collection[int]], slots: int, policy: Policy, pinned: Collection[Key] = ()
+    ) -> None:
+        if slots < (least := least_slots(held, policy.scope, pinned)):
+            raise ValueError(f"{slots} slots per layer: at least {least} are needed")
+        self.policy = policy
+        self.num_slots = slots * len(held)
+        self.counters = [Counters() for _ in held]
+        self._held = [frozenset(experts) for experts in held]
+        self._tables: list[dict[int, int]] = [{} for _ in held]
+        pools = [list(range((layer + 1) * slots - 1, layer * slots - 1, -1)) for layer in range(len(held))]
+        shared = [slot for pool in reversed(pools) for slot in pool]
+        self._free = [shared] * len(held) if policy.scope == "rank" else pools  # the lowest at the end
+        self._guessed: dict[Key, None] = {}  # prefetched since the last look-up of their layer: nobody evicts them
+        self._unused: set[Key] = set()  # prefetched and not used since
+        self._wanted: set[Key] = set()  # by the latest look-up
+        for layer, expert in sorted(pinned):
+            self._check(layer, [expert])
+            self._tables[layer][expert] = self._free[layer].pop()
+
+    def slot_of(self, layer: int, expert: int) -> int | None:
+        return self._tables[layer].get(expert)
+
+    def resident(self, layer: int) -> tuple[int, ...]:
+        """Experts that have a slot, in ascending order."""
+        return tuple(sorted(self._tables[layer]))
+
+    def fill(self, order: Iterable[Key]) -> list[Key]:
+        """Give the free slots to the first keys of `order`, uncounted. Returns those that got one, the best first."""
+        placed = []
+        for layer, expert in order:
+            if self._free[layer] and expert not in self._tables[layer]:
+                self._check(layer, [expert])
+                self._put(layer, expert, self._free[layer].pop())
+                placed.append((layer, expert))
+        return placed
+
+    def demand(self, layer: int, experts: Collection[int]) -> list[Use]:
+        """Serve the look-ups of one step in one layer. In this order: residents, then misses, each loaded once.
+
+        A miss takes a free slot, else the policy's victim among what this step does not look up. Where the step wants
+        more than there are slots, it goes in waves: the next ones take slots of experts further up the same list,
+        which must have been computed by then, and what is worth most comes last, so that it stays.
+        """
+        wanted = sorted(set(experts))
+        self._check(layer, wanted)
+        self._settle(layer)
+        self.policy.use(layer, wanted)
+        self._wanted = {(layer, expert) for expert in wanted}
+        table = self._tables[layer]
+        uses = [Use(expert, table[expert], False, None) for expert in wanted if expert in table]
+        misses = [expert for expert in wanted if expert not in table]
+        self._count(layer, uses, len(misses))
+        if misses:
+            uses += self._load(layer, misses)
+        return uses
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> list[Load]:
+        """Load the guesses that are not resident, the best guess first.
+
+        Nothing gives way that is pinned, wanted by the latest look-up, guessed for a look-up to come, or among these
+        guesses. Where no slot is left the rest is skipped.
+        """
+        self._check(layer, experts)
+        missing = [expert for expert in dict.fromkeys(experts) if expert not in self._tables[layer]]
+        kept = self._wanted.union((layer, expert) for expert in experts) if missing else self._wanted
+        places = self._places(layer, len(missing), kept)
+        loads = [Load(expert, slot, gone) for expert, (slot, gone) in zip(missing, places, strict=False)]
+        for load in loads:
+            self._tables[layer][load.expert] = load.slot
+            self._guessed[layer, load.expert] = None
+            self._unused.add((layer, load.expert))
+        self.counters[layer].prefetches += len(loads)
+        self.counters[layer].skipped += len(missing) - len(loads)
+        return loads
+
+    def _load(self, layer: int, misses: list[int]) -> list[Use]:
+        places = self._places(layer, len(misses), self._wanted)
+        if len(places) < len(misses):
+            places += self._retract(len(misses) - len(places))
+        if len(places) < len(misses):
+            misses = self.policy.order(layer, misses)
+        uses: list[Use] = []
+        while True:
+            wave = misses[len(uses) : len(uses) + len(places)]
+            for expert, (slot, gone) in zip(wave, places, strict=True):
+                self._put(layer, expert, slot)
+                uses.append(Use(expert, slot, True, gone))
+            if len(uses) == len(misses):
+                return uses
+            places = self._places(layer, len(misses) - len(uses), ())
+
+    def _places(self, layer: int, count: int, kept: Collection[Key]) -> list[tuple[int, Key | None]]:
+        """At most `count` slots and who has just left each: free ones, then those of the policy's victims."""
+        free = self._free[layer]
+        places: list[tuple[int, Key | None]] = [(free.pop(), None) for _ in range(min(count, len(free)))]
+        if len(places) < count:
+            for key in self.policy.victims(layer, count - len(places), kept):
+                self.policy.drop(key)
+                places.append((self._evict(key), key))
+        return places
+
+    def _retract(self, count: int) -> list[tuple[int, Key | None]]:
+        """Slots of guesses for later layers, the latest first: a guess does not split a step into waves."""
+        newest = list(reversed(self._guessed))[:count] if self.policy.scope == "rank" else []
+        for key in newest:
+            del self._guessed[key]
+        return [(self._evict(key), key) for key in newest]
+
+    def _put(self, layer: int, expert: int, slot: int) -> None:
+        self._tables[layer][expert] = slot
+        self.policy.admit((layer, expert))
+
+    def _evict(self, key: Key) -> int:
+        counters = self.counters[key[0]]
+        counters.evictions += 1
+        if key in self._unused:
+            self._unused.remove(key)
+            counters.useless += 1
+        return self._tables[key[0]].pop(key[1])
+
+    def _settle(self, layer: int) -> None:
+        """The guesses for this look-up have been right or wrong: from now on they may leave like all others."""
+        for key in [key for key in self._guessed if key[0] == layer]:
+            del self._guessed[key]
+            self.policy.admit(key)
+
+    def _count(self, layer: int, hits: Sequence[Use], misses: int) -> None:
+        counters = self.counters[layer]
+        counters.lookups += len(hits) + misses
+        counters.hits += len(hits)
+        counters.misses += misses
+        if self._unused:
+            brought = self._unused.intersection((layer, use.expert) for use in hits)
+            counters.prefetch_hits += len(brought)
+            self._unused -= brought
+
+    def _check(self, layer: int, experts: Collection[int]) -> None:
+        if not self._held[layer].issuperset(experts):
+            wrong = sorted(set(experts) - self._held[layer])
+            raise ValueError(f"layer {layer}: this rank does not hold experts {wrong}")
