@@ -70,6 +70,13 @@ class Call(Node):
 
 
 @dataclass(frozen=True)
+class List(Node):
+    """`[0, 3, 17]`: values in order, at least one."""
+
+    items: tuple[Expression, ...]
+
+
+@dataclass(frozen=True)
 class Negative(Node):
     value: Expression
 
@@ -102,7 +109,7 @@ class Sum(Node):
     terms: tuple[Term, ...]
 
 
-Expression = Name | Number | Quantity | Boolean | Text | Call | Negative | Product | Sum
+Expression = Name | Number | Quantity | Boolean | Text | Call | List | Negative | Product | Sum
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ PATTERNS = {"NAME": "a name", "NUMBER": "a number", "STRING": "text in quotes", 
 #: Sets of terminals that are said with one phrase when all of them are possible.
 GROUPS = (
     (("USE", "CONST", "CLUSTER", "MODEL", "MESH", "CACHE", "PLAN"), "a declaration"),
-    (("NAME", "NUMBER", "STRING", "TRUE", "FALSE", "MINUS", "LPAR"), "a value"),
+    (("NAME", "NUMBER", "STRING", "TRUE", "FALSE", "MINUS", "LPAR", "LSQB"), "a value"),
     (("PLUS", "MINUS", "STAR", "SLASH"), "an operator"),
     (("PREFILL", "DECODE"), "`prefill`, `decode`"),
 )

@@ -26,7 +26,7 @@ ITEM_WORDS = frozenset({"ATTENTION", "EXPERTS", "ROUTER", "LAYERS", "RUN", "PREF
 #: Items whose one-line blocks are aligned.
 BLOCK_WORDS = frozenset({"LAYERS", "PREFILL", "DECODE"})
 #: Tokens that end a value; a minus after anything else is a sign.
-VALUE_ENDS = frozenset({"NAME", "NUMBER", "UNIT", "STRING", "TRUE", "FALSE", "RPAR"})
+VALUE_ENDS = frozenset({"NAME", "NUMBER", "UNIT", "STRING", "TRUE", "FALSE", "RPAR", "RSQB"})
 
 
 def format_text(text: str, name: str = "<text>") -> str:

@@ -190,8 +190,8 @@ class Tier:
 class Cache:
     """Which of the experts a rank holds are in its device memory, and how the others come there.
 
-    Exactly one of `hbm` (bytes per rank), `slots` (experts per layer and rank) and `share` (part of each layer's experts
-    on the rank, above 0, at most 1) is set. Trace files are paths as `moec.semantics` resolved them.
+    Exactly one of `hbm` (bytes per rank), `slots` (experts per layer and rank) and `share` (part of each layer's
+    experts on the rank, above 0, at most 1) is set. Trace files are paths as `moec.semantics` resolved them.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """The checker: a .moe file and what it uses -> checked models, meshes and plans. No torch.
 
 1. read the file and, through `use`, others; 2. add the default plan where there is one model and no plan;
-3. apply `--set`; 4. check clusters, models, meshes and plans, in this order, each with all its errors;
+3. apply `--set`; 4. check clusters, models, meshes, caches and plans, in this order, each with all its errors;
 5. refuse what is declared and not used.
 """
 
@@ -16,6 +16,7 @@ from moec.checked import MeshSpec, Model, Plan
 from moec.diagnostics import CompileError, Diagnostic, Label, SourceFile, Span, did_you_mean, fail
 from moec.grammar import ast
 from moec.grammar.parser import parse
+from moec.semantics_cache import DeclaredCache, check_cache
 from moec.semantics_files import File, Load, Use, load_file, load_files, shipped_file
 from moec.semantics_mesh import check_cluster, check_mesh
 from moec.semantics_model import check_model
@@ -24,8 +25,14 @@ from moec.semantics_set import apply_overrides
 from moec.semantics_values import Problems, Values
 from moec.topology import Cluster
 
-KINDS: dict[type[ast.Node], str] = {ast.Cluster: "cluster", ast.Model: "model", ast.Mesh: "mesh", ast.Plan: "plan"}
-Declared = ast.Cluster | ast.Model | ast.Mesh | ast.Plan
+KINDS: dict[type[ast.Node], str] = {
+    ast.Cluster: "cluster",
+    ast.Model: "model",
+    ast.Mesh: "mesh",
+    ast.Cache: "cache",
+    ast.Plan: "plan",
+}
+Declared = ast.Cluster | ast.Model | ast.Mesh | ast.Cache | ast.Plan
 T = TypeVar("T")
 
 
@@ -82,17 +89,18 @@ def _in_order(found: list[Diagnostic], files: list[File]) -> list[Diagnostic]:
 
 
 def _add_default_plan(files: list[File]) -> None:
-    """One model, at most one mesh and no plan: the plan `default`, on that mesh or on one rank of localhost."""
+    """One model, at most one mesh, at most one cache, no plan: the plan `default` of them. No mesh: one rank."""
     declared = [d for file in files for d in file.declarations]
     models = [d for d in declared if isinstance(d, ast.Model)]
     meshes = [d for d in declared if isinstance(d, ast.Mesh)]
-    if len(models) != 1 or len(meshes) > 1 or any(isinstance(d, ast.Plan) for d in declared):
+    caches = [d for d in declared if isinstance(d, ast.Cache)]
+    if len(models) != 1 or len(meshes) > 1 or len(caches) > 1 or any(isinstance(d, ast.Plan) for d in declared):
         return
     span = models[0].name.span
     if not meshes:
         meshes = [_one_rank(span)]
         files[0].declarations.append(meshes[0])
-    run = ast.Run(models[0].name, meshes[0].name, None, span=span)
+    run = ast.Run(models[0].name, meshes[0].name, caches[0].name if caches else None, span=span)
     files[0].declarations.append(ast.Plan(ast.Name("default", span=span), (run,), span=span))
 
 
@@ -116,10 +124,7 @@ class _Scope:
             constants = [d for d in file.declarations if isinstance(d, ast.Constant)]
             self.values[file.source.name] = Values(constants, self.problems)
             for declaration in file.declarations:
-                if isinstance(declaration, ast.Cache):
-                    help = "all experts stay in device memory: remove the cache"
-                    self.problems.add("E0219", "`cache` is not built yet", declaration.name.span, help=help)
-                elif isinstance(declaration, (ast.Cluster, ast.Model, ast.Mesh, ast.Plan)):
+                if isinstance(declaration, (ast.Cluster, ast.Model, ast.Mesh, ast.Cache, ast.Plan)):
                     self._name(declaration, file)
 
     def _name(self, node: Declared, file: File) -> None:
@@ -139,6 +144,7 @@ class _Scope:
         clusters: dict[str, Cluster | None] = {}
         models: dict[str, Model | None] = {}
         meshes: dict[str, MeshSpec | None] = {}
+        caches: dict[str, DeclaredCache | None] = {}
         plans: dict[str, Plan | None] = {}
         views: dict[str, Span] = {}
         for name, node, values in self._of("cluster"):
@@ -151,12 +157,15 @@ class _Scope:
                 meshes[name] = check_mesh(node, values, clusters)
                 views.update((name, i.span) for i in node.items if not isinstance(i, ast.View) or i.kind == "experts")
                 self.used.add(("cluster", node.location.cluster.id if node.location else "localhost"))
+        for name, node, values in self._of("cache"):
+            caches[name] = check_cache(node, values) if isinstance(node, ast.Cache) else None
         for name, node, values in self._of("plan"):
             if isinstance(node, ast.Plan):
                 alone = check_mesh(_one_rank(node.name.span), values, clusters)
-                plans[name] = check_plan(node, values, models, meshes, views, alone)
+                plans[name] = check_plan(node, values, models, meshes, caches, views, alone)
                 for run in (i for i in node.items if isinstance(i, ast.Run)):
-                    self.used.update({("model", run.model.id), ("mesh", run.mesh.id if run.mesh else "")})
+                    used = {"model": run.model, "mesh": run.mesh, "cache": run.cache}
+                    self.used.update((kind, name.id) for kind, name in used.items() if name is not None)
         for values in self.values.values():
             values.check_constants()
         sources = tuple(file.source for file in self.files)

@@ -114,19 +114,32 @@ class Fields:
 
     def amount(self, key: str, dimension: str, example: str) -> float | None:
         """An amount above zero, in the dimension's base unit; `example` shows a right one."""
+        found = self.amount_of(key, (dimension,), example)
+        return None if found is None else found.value
+
+    def amount_of(self, key: str, dimensions: Sequence[str], example: str) -> Amount | None:
+        """An amount above zero of one of a few dimensions."""
         node = self.need(key)
         value = None if node is None else self.values.evaluate(node)
         if value is None or node is None:
             return None
-        if not isinstance(value, Amount) or value.dimension != dimension:
+        if not isinstance(value, Amount) or value.dimension not in dimensions:
             got = value.dimension if isinstance(value, Amount) else say(value)
-            message = f"`{key}` takes an amount of {dimension}, not {got}"
+            message = f"`{key}` takes an amount of {' or '.join(dimensions)}, not {got}"
             self.problems.add("E0210", message, node.span, help=f"write it like `{key} = {example}`")
             return None
         if value.value <= 0:
             self.problems.add("E0208", f"`{key}` must be more than 0", node.span, help="use a larger number")
             return None
-        return value.value
+        return value
+
+    def text(self, key: str, example: str) -> str | None:
+        """A text that is not empty."""
+        node = self.need(key)
+        if node is not None and (not isinstance(node, ast.Text) or not node.value):
+            message = f"`{key}` takes a text that is not empty"
+            self.problems.add("E0207", message, node.span, help=f"write it like `{example}`")
+        return (node.value or None) if isinstance(node, ast.Text) else None
 
     def call(self, key: str, *names: str) -> ast.Call | None:
         """A call of one of `names`."""

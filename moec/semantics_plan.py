@@ -9,6 +9,8 @@ from typing import TypeVar
 from moec.checked import Gqa, MeshSpec, Model, Moe, Phase, Plan
 from moec.diagnostics import Label, Span, did_you_mean
 from moec.grammar import ast
+from moec.semantics_cache import DeclaredCache
+from moec.semantics_cache_fit import fit_cache
 from moec.semantics_fields import Fields, settings
 from moec.semantics_values import Values
 
@@ -28,12 +30,13 @@ def check_plan(
     values: Values,
     models: Mapping[str, Model | None],
     meshes: Mapping[str, MeshSpec | None],
+    caches: Mapping[str, DeclaredCache | None],
     expert_views: Mapping[str, Span],
     one_rank: MeshSpec | None,
 ) -> Plan | None:
     """The plan, or None after errors were reported. `expert_views`: where each mesh says something about experts.
 
-    `one_rank` is the mesh of a `run` that names none. A model or mesh that is None was reported where it is declared.
+    `one_rank` is the mesh of a `run` that names none. What is declared and None was reported where it is declared.
     """
     before = len(values.problems.found)
     fields = Fields(values, f"plan `{node.name.id}`", node.name.span, settings(node.items), ("compute", "context"))
@@ -43,21 +46,23 @@ def check_plan(
     run = _run(node, values)
     if run is None:
         return None
-    if run.cache is not None:
-        help = "all experts stay in device memory: leave `with` out"
-        values.problems.add("E0219", f"`with {run.cache.id}` is not built yet", run.cache.span, help=help)
     model = _find(run.model, "model", models, values)
     mesh = _find(run.mesh, "mesh", meshes, values) if run.mesh is not None else one_rank
+    declared = _find(run.cache, "cache", caches, values) if run.cache is not None else None
     if model is None or mesh is None or context is None or compute is None:
         return None
     _join(model, mesh, run.span, values)
     for phase in phases.values():
         _need_equal_nodes(node, phase, mesh, values)
     _need_experts(model, mesh, expert_views.get(run.mesh.id if run.mesh else ""), run.span, values)
+    compute = compute or model.dtype
+    cache = None
+    if declared is not None and run.cache is not None:
+        cache = fit_cache(declared, model, mesh, compute, run.cache.span, values.problems)
     prefill, decode = phases["prefill"], phases["decode"]
     if prefill is None or decode is None or len(values.problems.found) > before:
         return None
-    return Plan(node.name.id, model, mesh, compute or model.dtype, context, prefill, decode, node.span)
+    return Plan(node.name.id, model, mesh, compute, context, prefill, decode, node.span, cache)
 
 
 def _run(node: ast.Plan, values: Values) -> ast.Run | None:

@@ -21,15 +21,16 @@ KINDS: dict[str, type[ast.Node]] = {
     "cluster": ast.Cluster,
     "model": ast.Model,
     "mesh": ast.Mesh,
+    "cache": ast.Cache,
     "plan": ast.Plan,
 }
 #: Settings of a phase that may be given for both at once.
 BOTH_PHASES = ("exchange", "combine", "capacity", "overlap")
 PHASES = ("prefill", "decode")
-Target = ast.Constant | ast.Cluster | ast.Model | ast.Mesh | ast.Plan
+Target = ast.Constant | ast.Cluster | ast.Model | ast.Mesh | ast.Cache | ast.Plan
 #: Items of a block that stand under their own name.
 NAMED = (ast.Setting, ast.Grouping, ast.Capped, ast.Attention, ast.ExpertGroup)
-TARGETS = (ast.Constant, ast.Cluster, ast.Model, ast.Mesh, ast.Plan)
+TARGETS = (ast.Constant, ast.Cluster, ast.Model, ast.Mesh, ast.Cache, ast.Plan)
 
 
 def apply_overrides(files: list[File], overrides: Sequence[str], problems: Problems) -> None:

@@ -32,6 +32,9 @@ UNITS: dict[str, tuple[str, float]] = {
     "TFLOP/s": ("arithmetic rate", 1),
 }
 
+#: What may follow `per`.
+SHARERS = ("rank", "node")
+
 
 class Problems:
     """The errors of the checker, all of them."""
@@ -101,12 +104,11 @@ class Values:
             case ast.Number(literal):
                 return self._number(literal, node.span)
             case ast.Quantity(literal, unit, per):
-                if per is not None:
-                    self.problems.add("E0219", f"`per {per.id}` is not built yet", per.span, help="leave `per` out")
-                    return None
                 dimension, factor = UNITS[unit]
                 number = self._number(literal, node.span)
-                return None if number is None else Amount(float(number * factor), dimension)
+                if per is not None and not self._is_shared(per):
+                    return None
+                return None if number is None else Amount(float(number * factor), dimension + _per(per))
             case ast.Boolean(literal):
                 return literal == "true"
             case ast.Text():
@@ -117,6 +119,10 @@ class Values:
                 message = f"`{name.id}(...)` is not a number"
                 self.problems.add("E0207", message, node.span, help="only numbers and amounts can be computed with")
                 return None
+            case ast.List():
+                help = "a list stands alone, as in `pin = [0, 3, 17]`"
+                self.problems.add("E0207", "a list is not a number", node.span, help=help)
+                return None
             case ast.Negative(value):
                 return self._combine("-", 0, self.evaluate(value), node.span)
             case ast.Sum(first, parts) | ast.Product(first, parts):
@@ -124,6 +130,13 @@ class Values:
                 for part in parts:
                     total = self._combine(part.operator, total, self.evaluate(part.value), node.span)
                 return total
+
+    def _is_shared(self, per: ast.Name) -> bool:
+        """Whether what follows `per` is something amounts are counted by."""
+        if per.id not in SHARERS:
+            help = did_you_mean(per.id, SHARERS) or "amounts are `per rank` or `per node`"
+            self.problems.add("E0209", f"`{per.id}` is not a value of `per`", per.span, help=help)
+        return per.id in SHARERS
 
     def _number(self, literal: str, span: Span) -> int | float | None:
         number = int(literal) if literal.isdigit() else float(literal)
@@ -183,6 +196,11 @@ class Values:
             return None
         result = self._in_range(_compute(operator, x, y), span)
         return Amount(float(result), dimension) if result is not None and dimension else result
+
+
+def _per(per: ast.Name | None) -> str:
+    """What `per rank` adds to a dimension: amounts per rank, per node and of the whole do not mix."""
+    return "" if per is None else f" per {per.id}"
 
 
 def _dimension_of(value: Value) -> str:

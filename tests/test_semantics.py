@@ -625,12 +625,12 @@ def test_the_checker_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_examples_of_the_language_page(number: int) -> None:
     """They check, are formatted, and the page names every setting there is."""
     text = (ROOT / "docs" / "language.md").read_text()
     examples = re.findall(r"```moe\n(.*?)```", text, re.S)
-    assert len(examples) == 3
+    assert len(examples) == 4
     assert run(examples[number]) and format_text(examples[number]) == examples[number]
 
 

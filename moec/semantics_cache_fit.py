@@ -1,0 +1,91 @@
+"""A checked cache put on the model and the mesh of a plan: are there experts to hold, and places for them all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from moec.checked import Cache, MeshSpec, Model, Moe
+from moec.diagnostics import Label, Span
+from moec.semantics_cache import DeclaredCache
+from moec.semantics_values import Problems
+
+#: Bytes of one number of the dtypes a plan computes in: experts are kept as they are used.
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+#: Matrices of one expert: gate, up and down.
+MATRICES = 3
+
+
+def fit_cache(
+    declared: DeclaredCache, model: Model, mesh: MeshSpec, compute: str, at: Span, problems: Problems
+) -> Cache:
+    """The cache with its sizes per rank. `at` is where the plan names it. Reports E0227, E0228, E0229 and E0311."""
+    cache = declared.cache
+    if cache.host is not None and cache.host.bytes_per_rank is not None and declared.is_host_per_node:
+        per_rank = cache.host.bytes_per_rank // mesh.cluster.devices_per_node
+        cache = replace(cache, host=replace(cache.host, bytes_per_rank=per_rank))
+    stages = _stages(model, mesh.pp)
+    if not any(stages):
+        message = f"model `{model.name}` has no experts for cache `{cache.name}` to hold"
+        also = [Label(model.span, "all its layers are dense")]
+        problems.add("E0228", message, at, help="leave `with` out", also=also)
+        return cache
+    _check_pins(declared, model, [ffn for stage in stages for ffn in stage], at, problems)
+    _check_ahead(declared, model, max(map(len, stages)), at, problems)
+    _check_host(cache, max(_bytes_to_keep(cache, model, mesh, compute, stage) for stage in stages), at, problems)
+    return cache
+
+
+def _stages(model: Model, pp: int) -> list[list[Moe]]:
+    """The sparse layers of each pipeline stage; stages are runs of layers of balanced length, the longer ones first."""
+    size, longer = divmod(len(model.layers), pp)
+    starts = [stage * size + min(stage, longer) for stage in range(pp + 1)]
+    return [[x.ffn for x in model.layers[a:b] if isinstance(x.ffn, Moe)] for a, b in pairwise(starts)]
+
+
+def _check_pins(declared: DeclaredCache, model: Model, sparse: list[Moe], at: Span, problems: Problems) -> None:
+    """What is pinned is there: shared experts in some layer, numbered ones in every sparse layer."""
+    also = [Label(at, f"with model `{model.name}`")]
+    if declared.cache.pin_shared and not any(ffn.shared for ffn in sparse):
+        message = f"model `{model.name}` has no shared experts to pin"
+        problems.add("E0227", message, declared.pins[0], help="leave `pin` out, or pin experts by number", also=also)
+    fewest = min(ffn.routed.count for ffn in sparse)
+    for expert, span in zip(declared.cache.pinned, declared.pins, strict=False):  # `shared` has a span, no number
+        if expert >= fewest:
+            message = f"there is no expert {expert} to pin: `{model.name}` has {fewest} routed experts in a layer"
+            problems.add("E0227", message, span, help=f"use numbers from 0 to {fewest - 1}", also=also)
+
+
+def _check_ahead(declared: DeclaredCache, model: Model, depth: int, at: Span, problems: Problems) -> None:
+    """Prefetching looks ahead by sparse layers of one stage, of which there are at most `depth`."""
+    cache = declared.cache
+    if cache.ahead >= depth:
+        layers = f"{depth} sparse layer{'s' * (depth > 1)}"
+        message = f"`ahead` = {cache.ahead} looks past the last layer: a rank has {layers}"
+        help = f"use `ahead = {depth - 1}`" + " or less" * (depth > 2) if depth > 1 else "use `prefetch = none`"
+        problems.add("E0229", message, declared.ahead_at, help=help, also=[Label(at, f"with model `{model.name}`")])
+
+
+def _bytes_to_keep(cache: Cache, model: Model, mesh: MeshSpec, compute: str, stage: list[Moe]) -> int:
+    """Bytes of the experts of the fullest rank of a stage that may leave device memory.
+
+    Each of them has its copy in a tier below, also while it is in device memory: weights never change, so that none is
+    written back. With pins on ep > 1 this is the least it can be, as if all of them were on that rank.
+    """
+    kept = total = 0
+    for ffn in stage:
+        held = -(-ffn.routed.count // mesh.ep)
+        expert = MATRICES * model.hidden * (ffn.routed.inner // mesh.etp) * DTYPE_BYTES[compute]
+        is_whole = cache.share == 1 or (cache.slots or 0) >= held
+        kept += 0 if is_whole else max(0, held - len(cache.pinned)) * expert
+        total += held * expert
+    return 0 if (cache.hbm or 0) >= total else kept
+
+
+def _check_host(cache: Cache, need: int, at: Span, problems: Problems) -> None:
+    """Without an nvme tier, host memory has room for all that may leave device memory."""
+    room = cache.host.bytes_per_rank if cache.host is not None else None
+    if cache.host is not None and cache.nvme is None and room is not None and room < need:
+        message = f"`host` has {room} bytes for each rank, and its experts take {need}"
+        help = "raise it, add `nvme` for the others, or put the experts on more ranks"
+        problems.add("E0311", message, cache.host.span, help=help, also=[Label(at, "in this plan")])
