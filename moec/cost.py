@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from moec.cost_cache import copied_by
 from moec.cost_flow import CLASSES
 from moec.cost_links import Load, load
 from moec.cost_local import work
-from moec.cost_routing import RoutingTrace
 from moec.cost_sizes import Sizes, sizes_of
 from moec.ir import Program, is_op, op_of, operands, type_of
 from moec.topology import Cluster, Link
 
-#: What a time is made of. `latency`: of messages; the rest: bytes over a class of link, or arithmetic.
+#: What the time of an exchange is made of. `latency`: of messages; the rest: bytes over a class of link, or arithmetic.
 TERMS: tuple[str, ...] = ("latency", *reversed(CLASSES), "compute")
 
 
@@ -46,10 +46,10 @@ class NodeCost:
         return None if self.unknown else sum(us for _, us in self.terms)
 
 
-def node_costs(program: Program, trace: RoutingTrace | None = None) -> Iterator[tuple[str, NodeCost]]:
-    """(body, cost) of every operation, in order. Routing is random, or as in `trace`. Needs a typed Program."""
+def node_costs(program: Program) -> Iterator[tuple[str, NodeCost]]:
+    """(body, cost) of every operation, in order. Needs a typed Program."""
     for body in program.bodies.values():
-        yield from ((body.name, cost) for cost in body_costs(sizes_of(program, body, trace)))
+        yield from ((body.name, cost) for cost in body_costs(sizes_of(program, body)))
 
 
 def body_costs(sizes: Sizes) -> Iterator[NodeCost]:
@@ -61,6 +61,8 @@ def body_costs(sizes: Sizes) -> Iterator[NodeCost]:
 
 def node_cost(sizes: Sizes, node: fx.Node) -> NodeCost:
     """The cost of one operation."""
+    if "cache" in op_of(node).effects:
+        return _copied(sizes, node)
     moved = load(sizes, node)
     return _local(sizes, node) if moved is None else _collective(sizes.program.cluster, node, moved)
 
@@ -85,6 +87,13 @@ def _collective(cluster: Cluster, node: fx.Node, moved: Load) -> NodeCost:
     stays, intra, inter = moved.bytes
     sent = (0, *(count * moved.rounds for count in moved.messages[1:]))
     return NodeCost(node, (stays + moved.summed, intra, inter), sent, 0.0, tuple(terms), tuple(unknown))
+
+
+def _copied(sizes: Sizes, node: fx.Node) -> NodeCost:
+    """Copies of experts from their tiers, the slowest of which counts."""
+    found = copied_by(sizes, node)
+    slowest = max(found.us_by_tier, key=lambda tier: found.us_by_tier[tier], default="host")
+    return NodeCost(node, (0.0, 0.0, 0.0), (0, 0, 0), 0.0, ((slowest, found.us),), found.unknown)
 
 
 def _local(sizes: Sizes, node: fx.Node) -> NodeCost:

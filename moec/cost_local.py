@@ -73,6 +73,20 @@ def _grouped(sizes: Sizes, node: fx.Node) -> Work:
     return 2 * _elements(sizes, rows) * sizes.dim(w.shape[1]), moved
 
 
+def _served(sizes: Sizes, node: fx.Node) -> Work:
+    """Rows [X, D] by gate, up and down [., I, D] of their experts; what is between the products is in caches."""
+    rows, _, _, gate_up, down = _types(node)[0]
+    used = 1.0 if sizes.route is None else sizes.active_experts() / sizes.dim(down.shape[0])
+    flops = 2 * _elements(sizes, rows) * (sizes.dim(gate_up.shape[1]) + sizes.dim(down.shape[2]))
+    return flops, 2 * sizes.bytes(rows) + (sizes.bytes(gate_up) + sizes.bytes(down)) * used
+
+
+def _guess(sizes: Sizes, node: fx.Node) -> Work:
+    """The router's product; the norm before it is small."""
+    (x, _, w, *_), made = _types(node)
+    return 2 * _elements(sizes, x) * sizes.dim(w.shape[0]), _sum(sizes, [x, w, *made])
+
+
 def _attention(sizes: Sizes, node: fx.Node) -> Work:
     """Queries [T, H, d] over keys and values [., K, d]: two products per key that a query looks at."""
     read, made = _types(node)
@@ -109,6 +123,8 @@ RULES: dict[str, Callable[[Sizes, fx.Node], Work]] = {
     "router_logits": _product,
     "grouped_linear": _grouped,
     "grouped_gate_up": _grouped,
+    "cached_experts": _served,
+    "guess": _guess,
     "attention": _attention,
     "mla_attention": _mla_attention,
 }

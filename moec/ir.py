@@ -14,21 +14,25 @@ M experts held where ranks hold different numbers.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import fx
 
+from moec.cost_routing import RoutingTrace
 from moec.ir_equality import program_key
 from moec.layout import WHOLE, Layout, Placed, Shard
 from moec.mesh import Mesh
 from moec.placement import Placement
-from moec.topology import Cluster
+from moec.topology import Cluster, Link
 
 if TYPE_CHECKING:
     from moec.ops import Op
 Dim = int | str
+#: Begins the name of a part that belongs to a later layer, by how much later.
+NEXT = re.compile(r"next(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,9 @@ class Loc:
 class Param:
     """A parameter of a body: logical parameters `parts` concatenated along `dim`; `shape` is global, of all parts.
 
-    In a layer body `parts` are relative to the layer: `attention.q` is `layers.{l}.attention.q`. Each part is sharded
-    by the layout first, then the rank's pieces are concatenated.
+    In a layer body `parts` are relative to the layer: `attention.q` is `layers.{l}.attention.q`, and
+    `next2.router.weight` that of the layer after the next. Each part is sharded by the layout first, then the rank's
+    pieces are concatenated.
     """
 
     parts: tuple[str, ...]
@@ -66,6 +71,11 @@ class Param:
     dtype: str
     layout: Layout = WHOLE
     dim: int = 0
+
+    @property
+    def is_borrowed(self) -> bool:
+        """A later layer's own parameter, which this one reads too."""
+        return NEXT.match(self.parts[0]) is not None
 
     def local_shape(self, mesh: Mesh, placements: dict[str, Placement]) -> tuple[Dim, ...]:
         """Shape on one rank; the expert dim is the symbol M where ranks hold different numbers of experts.
@@ -126,10 +136,42 @@ class Memory:
     weights: int
     kv: int
     buffers: int
+    slots: int = 0  # of cached experts
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.buffers
+        return self.weights + self.kv + self.buffers + self.slots
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Where experts wait that are in no slot: `host` or `nvme`. `bytes` on one rank, None: no limit.
+
+    `link` brings them from there to device memory; None where no rate is known.
+    """
+
+    name: str
+    bytes: int | None = None
+    link: Link | None = None
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Experts in slots of device memory: so many `slots` of each sparse layer on each rank.
+
+    Before cache-experts has run, `hbm` (bytes of all slots of a rank) or `share` (of a layer's experts on a rank) may
+    say it instead. `hit_rate`: share of look-ups that a plan counts on finding in a slot, without prefetch.
+    """
+
+    evict: str
+    tiers: tuple[Tier, ...]
+    slots: int | None = None
+    hbm: int | None = None
+    share: float | None = None
+    prefetch: str = "none"  # or next_router, history
+    ahead: int = 1  # layers
+    pinned: tuple[int, ...] = ()  # expert ids that keep their slot in every layer
+    hit_rate: float | None = None
 
 
 @dataclass
@@ -138,6 +180,8 @@ class Program:
 
     `tokens`: rows per step and dp rank at most. `slots`: sequences per dp rank at most. `context`: longest sequence.
     `done`: names of the passes that ran; the verifier holds what each of them promises.
+    `routing`: the trace of this program's sparse layers that costs are counted over, None: random routing. It is known
+    while a program is compiled, and no part of what the program says: neither printed nor compared.
     """
 
     name: str
@@ -157,11 +201,13 @@ class Program:
     stage: int = 0  # of mesh.pp pipeline stages
     overlap: str = "off"  # or auto; chunks of a sparse layer's tokens, once planned: "1" reorders only
     placements: dict[str, Placement] = field(default_factory=dict)
+    cache: Cache | None = None  # None: all experts are in device memory
     experts: dict[str, int] = field(default_factory=dict)  # table -> number of routed experts
     bodies: dict[str, Body] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
     memory: tuple[Memory, ...] = ()  # by rank, once planned
     done: tuple[str, ...] = ()
+    routing: RoutingTrace | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Program) and program_key(self) == program_key(other)
@@ -179,6 +225,12 @@ class Program:
         received = [node for node in prologue.graph.nodes if is_op(node) and op_of(node).name == "receive"]
         return int(str(received[0].kwargs["hidden"])) if received else prologue.params["embed"].shape[1]
 
+    @property
+    def sparse_layers(self) -> list[int]:
+        """Numbers of the layers that route, in order."""
+        routing = {body.name for body, node in self.nodes() if op_of(node).name == "route"}
+        return sorted(layer for name in routing for layer in self.layers_of(name))
+
     def nodes(self) -> Iterator[tuple[Body, fx.Node]]:
         """Every operation of every body, in order."""
         for body in self.bodies.values():
@@ -189,6 +241,13 @@ class Program:
     def layers_of(self, body: str) -> list[int]:
         """Layer numbers that run `body`, in order."""
         return [layer for run in self.runs if run.body == body for layer in run.layers]
+
+
+def full_name(part: str, layer: int) -> str:
+    """Name of a layer's part in the whole model: `layers.3.attention.q`; one of a later layer has that one's number."""
+    if (later := NEXT.match(part)) is not None:
+        return f"layers.{layer + int(later[1])}.{part[later.end() :]}"
+    return f"layers.{layer}.{part}"
 
 
 def is_op(node: fx.Node) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from moec import ops_attention, ops_comm, ops_dense, ops_exchange, ops_moe, ops_pairs  # noqa: F401  (importing them fills the table)
+from moec import ops_attention, ops_cache, ops_comm, ops_dense, ops_exchange, ops_moe, ops_pairs  # noqa: F401  (importing them fills the table)
 from moec.ir import Body, Loc, Param, Program, Type, is_op, loc_of, op_of, results_of, type_of
 from moec.layout import Shard, layout
 from moec.ops import OPS, Op
@@ -115,8 +115,10 @@ def infer(program: Program, op: Op, args: tuple[fx.Node, ...], attrs: dict[str, 
 
 
 def stream_of(program: Program, node: fx.Node) -> str:
-    """`compute`, or the class of links a collective's widest group crosses."""
+    """`compute`, `copy` for what fetches experts, or the class of links a collective's widest group crosses."""
     effects = op_of(node).effects
+    if "cache" in effects:
+        return "copy"
     if "stage" not in effects and ("comm" not in effects or node.kwargs.get("how", "gather") != "gather"):
         return "compute"
     name = "stages" if "stage" in effects else str(node.kwargs.get("group"))

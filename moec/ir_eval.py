@@ -18,14 +18,15 @@ import torch
 from torch import Tensor, fx
 
 from moec import ir_eval_local
-from moec.ir import Body, Param, Program, Run, is_op, op_of, results_of, type_of
+from moec.ir import Body, Param, Program, Run, full_name, is_op, op_of, results_of, type_of
+from moec.ir_eval_cache import CACHE
 from moec.ir_eval_comm import COLLECTIVES
 from moec.ir_eval_exchange import EXCHANGE
 from moec.layout import Placed, Replicate, Shard
 from moec.placement import balanced
 
 Ranks = list[Tensor]
-LOCAL = ir_eval_local.LOCAL | EXCHANGE
+LOCAL = ir_eval_local.LOCAL | EXCHANGE | CACHE
 T = TypeVar("T")
 
 
@@ -148,7 +149,7 @@ class Reference:
 
     def _part(self, param: Param, part: str, layer: int | None, rank: int) -> Tensor:
         mesh = self.program.mesh
-        value = self.weights[part if layer is None else f"layers.{layer}.{part}"].double()
+        value = self.weights[part if layer is None else full_name(part, layer)].double()
         for axis, place in param.layout.places:
             index = mesh.coordinate(rank, axis)
             if isinstance(place, Shard):

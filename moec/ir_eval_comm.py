@@ -140,6 +140,7 @@ def _moe(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
 
 COLLECTIVES: dict[str, Collective] = {
     "all_reduce": _all_reduce,
+    "sum_counts": _all_reduce,
     "all_gather": _all_gather,
     "all_gather_rows": _all_gather_rows,
     "exchange_sizes": _exchange_sizes,

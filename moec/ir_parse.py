@@ -17,12 +17,14 @@ from moec.ir_read import Reader
 from moec.ir_read_type import ReadError, TypeReader
 
 GRAMMAR = r"""
-start: header mesh cluster step experts* placement* memory* done body* run*
+start: header mesh cluster step [cache tier*] experts* placement* memory* done body* run*
 
 header: "program" NAME STRING "from" STRING
 mesh: "mesh" setting*
 cluster: "cluster" STRING (setting | link)*
 step: "step" setting*
+cache: "cache" setting* [held]
+tier: "tier" NAME (setting | link)*
 experts: "experts" NAME "=" INT
 placement: "placement" NAME held*
 held: "[" (INT | RANGE)* "]"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from moec.cache_sizes import is_cached
 from moec.ir import Program, op_of
 from moec.ir_verifier_flow import returned_type
 from moec.layout import Shard, layout
@@ -59,6 +60,32 @@ def _no_coarse(program: Program) -> Faults:
     yield from (f"{body.name}: moe is left" for body, node in program.nodes() if op_of(node).name == "moe")
 
 
+def _slots_settled(program: Program) -> Faults:
+    cache = program.cache
+    if cache is not None and (cache.slots is None or cache.slots < 1):
+        yield "the slots of the expert cache are not settled"
+    if cache is not None and is_cached(program):
+        for body, node in program.nodes():
+            if op_of(node).name in ("grouped_linear", "grouped_gate_up"):
+                yield f"{body.name}: {op_of(node).name} wants all experts, the cache has {cache.slots} slots"
+
+
+def _prefetch_paired(program: Program) -> Faults:
+    """What a layer prefetches for is a layer that waits for it."""
+    waiting = {
+        (layer, node.kwargs["table"])
+        for body, node in program.nodes()
+        if op_of(node).name == "prefetch.wait"
+        for layer in program.layers_of(body.name)
+    }
+    for body, node in program.nodes():
+        if op_of(node).name == "prefetch.start":
+            ahead = int(str(node.kwargs["ahead"]))
+            for layer in program.layers_of(body.name):
+                if (layer + ahead, node.kwargs["table"]) not in waiting:
+                    yield f"{body.name}: layer {layer} prefetches for layer {layer + ahead}, which does not wait for it"
+
+
 def _memory_known(program: Program) -> Faults:
     if len(program.memory) != program.mesh.size:
         yield f"memory is planned for {len(program.memory)} of {program.mesh.size} ranks"
@@ -78,6 +105,8 @@ PROMISES: dict[str, Callable[[Program], Faults]] = {
     "choose-exchange": _exchange_settled,
     "plan-overlap": _overlap_settled,
     "insert-exchange": _no_coarse,
+    "cache-experts": _slots_settled,
+    "place-prefetch": _prefetch_paired,
     "plan-memory": _memory_known,
     "choose-kernels": _all_served,
 }

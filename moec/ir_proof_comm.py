@@ -113,6 +113,12 @@ def _all_reduce(comm: Comm, value: Value) -> Value:
     return Value("rows", _sum(comm, value))
 
 
+def _sum_counts(comm: Comm, counts: Value) -> Value:
+    """Rows per expert of a whole group: what a prefetch goes by, which no row depends on."""
+    _want(counts, "numbers")
+    return Value("numbers", comm.each(lambda ranks, i: counts.columns[ranks[i]]))
+
+
 def _all_gather(comm: Comm, value: Value) -> Value:
     """Along rows, or along another dim of rows of the same tokens."""
     if comm.attrs["dim"] == 0:
@@ -182,6 +188,7 @@ COLLECTIVES: dict[str, Callable[..., Value]] = {
     "exchange_counts": _exchange_counts,
     "all_to_all.start": _all_to_all,
     "all_reduce": _all_reduce,
+    "sum_counts": _sum_counts,
     "all_gather": _all_gather,
     "exchange_sizes": _exchange_sizes,
     "all_gather_rows": _all_gather_rows,

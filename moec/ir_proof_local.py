@@ -125,6 +125,22 @@ def _given(here: Here, work: Work, part: int | None) -> Row:
     return Row(work.token, (Term(work.token, work.choice, work.expert, here.rank, part),))
 
 
+def cached_experts(
+    here: Here, rows: Column, offsets: Column, slots: Column, gate_up: Column, down: Column, table: str
+) -> tuple[Column]:
+    act = _product(here, rows, offsets, gate_up[0], "in", "act")
+    return (_product(here, act, offsets, down[0], "act", "out"),)
+
+
+def prefetch_wait(here: Here, offsets: Column, table: str) -> tuple[Column]:
+    return (offsets,)
+
+
+def no_rows(here: Here, *columns: Column, **attrs: Any) -> tuple[Column]:
+    """An operation of a prefetch, which no row depends on."""
+    return ([],)
+
+
 def silu_mul(here: Here, gate: Column, up: Column) -> tuple[Column]:
     same_length(gate, up, "rows of gate and up")
     return ([_activation(a, b) for a, b in zip(gate, up, strict=True)],)
@@ -225,6 +241,11 @@ LOCAL: dict[str, Symbolic] = {
     "group_rows": Symbolic(group_rows, ("rows", "ids"), ("rows", "numbers", "numbers")),
     "grouped_linear": Symbolic(grouped_linear, ("rows", "numbers", "param"), ("rows",)),
     "grouped_gate_up": Symbolic(grouped_gate_up, ("rows", "numbers", "param"), ("rows",)),
+    "cached_experts": Symbolic(cached_experts, ("rows", "numbers", "numbers", "param", "param"), ("rows",)),
+    "prefetch.wait": Symbolic(prefetch_wait, ("numbers",), ("numbers",)),
+    "prefetch.start": Symbolic(no_rows, ("numbers",), ("numbers",)),
+    "guess": Symbolic(no_rows, ("rows", "param", "param", "param"), ("guesses",)),
+    "count_experts": Symbolic(no_rows, ("any",), ("numbers",)),
     "silu_mul": Symbolic(silu_mul, ("rows", "rows"), ("rows",)),
     "reduce_rows": Symbolic(reduce_rows, ("rows", "numbers", "weights"), ("rows",)),
     "combine": Symbolic(reduce_rows, ("rows", "numbers", "weights"), ("rows",)),

@@ -13,7 +13,7 @@ from typing import Any, cast
 from lark import Token, Transformer, v_args
 from torch import fx
 
-from moec.ir import Body, Loc, Memory, Param, Program, Run, State, Type
+from moec.ir import Body, Cache, Loc, Memory, Param, Program, Run, State, Tier, Type
 from moec.ir_build import Builder
 from moec.ir_params import param_fault
 from moec.ir_read_type import integer, number, require
@@ -28,6 +28,9 @@ STEP: dict[str, type] = {"tokens": int, "slots": int, "context": int, "dtype": s
 STEP_OPTIONS: dict[str, type] = {"combine": str, "capacity": float, "drop": str, "stage": int, "overlap": str}
 MESH: dict[str, type] = dict.fromkeys(("dp", "tp", "edp", "ep", "etp"), int)
 MESH_OPTIONS: dict[str, type] = {"nodes": int, "pp": int}
+CACHE: dict[str, type] = {"evict": str}
+CACHE_OPTIONS: dict[str, type] = {"slots": int, "hbm": int, "share": float, "hit_rate": float}
+CACHE_OPTIONS |= {"prefetch": str, "ahead": int}
 MEMORY: dict[str, type] = dict.fromkeys(("weights", "kv", "buffers"), int)
 LINKS = ("intra", "inter", "host", "nvme")
 WORDS: dict[str, bool | None] = {"none": None, "true": True, "false": False}
@@ -63,7 +66,7 @@ class Reader(Transformer[Token, Any]):
 
     def start(self, *parts: Any) -> Program:
         found: dict[str, list[Any]] = {}
-        for kind, value in parts:
+        for kind, value in filter(None, parts):
             found.setdefault(kind, []).append(value)
         phase, name, source = found["header"][0]
         memory = found.get("memory", [])
@@ -75,6 +78,7 @@ class Reader(Transformer[Token, Any]):
             mesh=found["mesh"][0],
             cluster=found["cluster"][0],
             **found["step"][0],
+            cache=_cache(found),
             experts=_by_name("experts", found),
             placements=_by_name("placement", found),
             runs=found.get("run", []),
@@ -119,6 +123,18 @@ class Reader(Transformer[Token, Any]):
         require(set(given) == {f"tflops.{dtype}" for dtype, _ in tflops}, f"a cluster has no {', '.join(given)}")
         return "cluster", Cluster(_string(name), counts["nodes"], counts["devices"], device, **links)
 
+    def cache(self, *parts: Any) -> Any:
+        *settings, pinned = parts
+        return "cache", {**_settings("cache", tuple(settings), CACHE, CACHE_OPTIONS), "pinned": pinned or ()}
+
+    def tier(self, name: Token, *settings: Any) -> Any:
+        given = dict(settings)
+        require(name in ("host", "nvme") and set(given) <= {"bytes", "link"}, f"there is no tier {name} of {given}")
+        size, link = given.get("bytes"), given.get("link")
+        require(size is None or (type(size) is int and size >= 0), f"tier {name} of {size} bytes")
+        require(isinstance(link, Link | None), f"tier {name} over {link}")
+        return "tier", (str(name), Tier(str(name), size, link))
+
     def experts(self, table: Token, count: Token) -> Any:
         require(0 < integer(count) <= MOST, f"{count} experts")
         return "experts", (str(table), int(count))
@@ -135,7 +151,7 @@ class Reader(Transformer[Token, Any]):
         return tuple(out)
 
     def memory(self, rank: Token, *settings: Any) -> Any:
-        return "memory", (integer(rank), Memory(**_settings("memory", settings, MEMORY)))
+        return "memory", (integer(rank), Memory(**_settings("memory", settings, MEMORY, {"slots": int})))
 
     def done(self, *names: Token) -> Any:
         return "done", tuple(map(str, names))
@@ -202,6 +218,13 @@ def _by_name(kind: str, found: dict[str, list[Any]]) -> dict[str, Any]:
     lines = found.get(kind, [])
     require(len(dict(lines)) == len(lines), f"two lines of {kind} have one name")
     return dict(lines)
+
+
+def _cache(found: dict[str, list[Any]]) -> Cache | None:
+    if "cache" not in found:
+        return None
+    (settings,) = found["cache"]
+    return Cache(tiers=tuple(_by_name("tier", found).values()), **settings)
 
 
 def _sizes(name: Token, type: Type) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from moec.ir import Body, Loc, Program, Run, Type, is_op, loc_of, op_of, results_of, type_of
+from moec.ir import Body, Cache, Loc, Program, Run, Type, is_op, loc_of, op_of, results_of, type_of
 from moec.layout import Layout
 from moec.topology import Link
 
@@ -31,9 +31,13 @@ def print_program(program: Program) -> str:
         f" exchange={p.exchange} strategy={p.strategy}{_unless('ordered', combine=p.combine)}"
         f"{_unless(None, capacity=p.capacity)}{_unless(False, drop=p.drop)}{_unless(0, stage=p.stage)}"
         f"{_unless('off', overlap=p.overlap)}",
+        *(_cache_lines(p.cache) if p.cache is not None else ()),
         *(f"experts {table}={count}" for table, count in p.experts.items()),
         *(f"placement {table} {_slots(t.slots)}" for table, t in p.placements.items()),
-        *(f"memory {rank} weights={m.weights} kv={m.kv} buffers={m.buffers}" for rank, m in enumerate(p.memory)),
+        *(
+            f"memory {rank} weights={m.weights} kv={m.kv} buffers={m.buffers}{_unless(0, slots=m.slots)}"
+            for rank, m in enumerate(p.memory)
+        ),
         f"done {' '.join(p.done)}".rstrip(),
     ]
     for body in p.bodies.values():
@@ -61,11 +65,27 @@ def _cluster_lines(program: Program) -> list[str]:
         words.append(f"memory_gbps={d.memory_gbps!r}")
     words += [f"tflops.{dtype}={rate!r}" for dtype, rate in d.tflops]
     words += [
-        f"{name}={link.gbps!r}/{link.latency_us!r}/{link.concurrency}"
+        f"{name}={_link(link)}"
         for name in ("intra", "inter", "host", "nvme")
         if isinstance(link := getattr(c, name), Link)
     ]
     return [" ".join(words)]
+
+
+def _link(link: Link) -> str:
+    return f"{link.gbps!r}/{link.latency_us!r}/{link.concurrency}"
+
+
+def _cache_lines(cache: Cache) -> list[str]:
+    """What the cache is told, then its tiers, the fastest first."""
+    options = "".join(_unless(None, **{name: getattr(cache, name)}) for name in ("slots", "hbm", "share", "hit_rate"))
+    guess = f"{_unless('none', prefetch=cache.prefetch)}{_unless(1, ahead=cache.ahead)}"
+    pinned = f" {_slots((cache.pinned,))}" if cache.pinned else ""
+    tiers = [
+        f"tier {t.name}{_unless(None, bytes=t.bytes)}{f' link={_link(t.link)}' if t.link is not None else ''}"
+        for t in cache.tiers
+    ]
+    return [f"cache evict={cache.evict}{options}{guess}{pinned}", *tiers]
 
 
 def _slots(slots: tuple[tuple[int, ...], ...]) -> str:

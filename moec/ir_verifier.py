@@ -19,7 +19,7 @@ from moec.ir_params import layout_fault, param_fault
 from moec.ir_promises import PROMISES
 from moec.ir_verifier_flow import check_collectives, check_joined, check_states, returned_type
 from moec.ir_verifier_rows import check_rows
-from moec.ops import OpError
+from moec.ops import OPS, OpError
 
 Faults = Iterator[str]
 
@@ -143,7 +143,8 @@ def _operation(program: Program, node: fx.Node) -> Faults:
 def _uses(program: Program, body: Body) -> Faults:
     """Nothing is given, computed, received or loaded for nobody."""
     for node in body.graph.nodes:
-        if is_op(node) and not any(result.users for result in results_of(node)):
+        is_for_later = node.target is OPS["prefetch.start"]  # another layer's wait belongs to it
+        if is_op(node) and not is_for_later and not any(result.users for result in results_of(node)):
             yield f"nobody reads the result of {op_of(node).name}"
         if node.op == "placeholder" and not node.users:
             yield f"nobody reads the input {node.target}"

@@ -38,8 +38,8 @@ def check_collectives(program: Program, body: Body) -> Faults:
                 yield f"all_to_all.start at {node.meta['loc']} has {len(waits)} waits and {len(node.users)} readers"
 
 
-#: Operations that read gate and up from one parameter, and the dim along which it joins them.
-JOINED = {"gate_up": 0, "grouped_gate_up": 1}
+#: Operations that read gate and up from one parameter, which operand that is, and the dim along which it joins them.
+JOINED = {"gate_up": (1, 0), "grouped_gate_up": (2, 1), "cached_experts": (3, 1)}
 
 
 def check_joined(program: Program, body: Body) -> Faults:
@@ -48,10 +48,10 @@ def check_joined(program: Program, body: Body) -> Faults:
         name = op_of(node).name
         read = [body.params.get(str(value.target)) for value in node.args if isinstance(value, fx.Node)]
         if name in JOINED:
-            param = read[-1]
-            if param is None or len(param.parts) != 2 or param.dim != JOINED[name]:
-                yield f"{name} reads gate and up from a parameter that does not join the two along dim {JOINED[name]}"
-            continue
+            index, dim = JOINED[name]
+            param = read.pop(index)
+            if param is None or len(param.parts) != 2 or param.dim != dim:
+                yield f"{name} reads gate and up from a parameter that does not join the two along dim {dim}"
         for param in read:
             if param is not None and len(param.parts) > 1:
                 yield f"{name} reads {' and '.join(param.parts)} as one parameter"

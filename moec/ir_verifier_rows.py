@@ -42,10 +42,20 @@ def _group_faults(node: fx.Node) -> Faults:
 
 
 def _grouped_faults(node: fx.Node) -> Faults:
-    rows, offsets, _ = operands(node)
+    rows, offsets = operands(node)[:2]
     grouped = _result(offsets, "group_rows", 1)
     if grouped is None or _start(rows, "group_rows") is not grouped:
         yield f"{op_of(node).name} takes offsets of other rows"
+
+
+def _cached_faults(node: fx.Node) -> Faults:
+    _, offsets, slots = operands(node)[:3]
+    yield from _grouped_faults(node)
+    waited = _maker(slots)
+    if waited is None or op_of(waited).name != "prefetch.wait" or waited.args[0] is not offsets:
+        yield "cached_experts takes slots of other experts than those of its rows"
+    elif waited.kwargs["table"] != node.kwargs["table"]:
+        yield f"cached_experts of {node.kwargs['table']} takes slots of {waited.kwargs['table']}"
 
 
 def _return_faults(node: fx.Node) -> Faults:
@@ -136,6 +146,7 @@ RULES: dict[str, Callable[[fx.Node], Faults]] = {
     "group_rows": _group_faults,
     "grouped_linear": _grouped_faults,
     "grouped_gate_up": _grouped_faults,
+    "cached_experts": _cached_faults,
     "return_rows": _return_faults,
     "reduce_rows": _reduce_faults,
     "count_pairs": _count_faults,

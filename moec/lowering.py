@@ -13,9 +13,10 @@ from torch import fx
 
 from moec.checked import Experts, Gqa, Layer, Mla, Model, Moe, Phase, Plan, Rotary, Swiglu
 from moec.diagnostics import Span
-from moec.ir import Body, Loc, Param, Program, Run, State
+from moec.ir import Body, Cache, Loc, Param, Program, Run, State, Tier
 from moec.ir_build import Builder
 from moec.mesh import Mesh
+from moec.topology import Link
 
 #: DeepSeek's reference code norms the two low-rank latents with this constant, whatever the model's own eps.
 LATENT_EPS = 1e-6
@@ -42,6 +43,7 @@ def lower(plan: Plan, phase: Phase, source: str) -> Program:
         capacity=phase.capacity,
         drop=phase.drop,
         overlap=phase.overlap,
+        cache=_cache(plan),
         strategy=spec.placement,
     )
     model, lowered = plan.model, _Source(source)
@@ -54,6 +56,27 @@ def lower(plan: Plan, phase: Phase, source: str) -> Program:
     _epilogue(program, model, lowered)
     program.runs.append(Run("epilogue"))
     return program
+
+
+def _cache(plan: Plan) -> Cache | None:
+    """The plan's expert cache. A tier that declares no rate has that of the cluster's link to it."""
+    given, cluster = plan.cache, plan.mesh.cluster
+    if given is None:
+        return None
+    tiers = [
+        Tier(name, tier.bytes_per_rank, link if tier.bandwidth is None else _link(tier.bandwidth, tier.latency_s))
+        for name, tier, link in (("host", given.host, cluster.host), ("nvme", given.nvme, cluster.nvme))
+        if tier is not None
+    ]
+    return Cache(
+        evict=given.evict, tiers=tuple(tiers), slots=given.slots, hbm=given.hbm, share=given.share,
+        prefetch=given.prefetch, ahead=max(1, given.ahead), pinned=given.pinned,
+    )  # fmt: skip
+
+
+def _link(bandwidth: float, latency_s: float) -> Link:
+    """From bytes and seconds to GB and microseconds."""
+    return Link(bandwidth / 1e9, latency_s * 1e6)
 
 
 def _kinds(model: Model) -> list[tuple[str, Layer, list[int]]]:

@@ -2,9 +2,10 @@
 
 One entry fixes name, attributes, number of results, shape rule, layout rule, side effects and kernels. A layout rule
 speaks of one mesh axis at a time: given how each argument lies on that axis it gives how the result lies, or refuses.
-The refusals are the compiler's type system: a `Partial` is never added to a `Replicate`, routed rows are never
-read as token rows. The operations themselves: `ops_dense` products and activations; `ops_attention` attention;
-`ops_moe` routing and experts; `ops_exchange` and `ops_pairs` what brings rows there and back; `ops_comm` what moves.
+The refusals are the compiler's type system: a `Partial` is never added to a `Replicate`, routed rows are never read as
+token rows. The operations themselves: `ops_dense` products and activations; `ops_attention` attention; `ops_moe`
+routing and experts; `ops_cache` experts that wait elsewhere; `ops_exchange` and `ops_pairs` what brings rows there and
+back; `ops_comm` what moves.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ DTYPES["any"] = ("bf16", "fp16", "fp32", "i64", "i32")
 @dataclass(frozen=True)
 class Op:
     """One operation. `args`: the dtype of each operand (a key of `DTYPES`), of which the last `num_optional` may be
-    left out. `effects`: `kv` reads and appends this layer's KV state; `comm` is a collective on `group`.
+    left out. `effects`: `kv` reads and appends this layer's KV state; `comm` is a collective on `group`;
+    `cache` moves experts between their tiers and their slots.
     """
 
     name: str

@@ -23,7 +23,9 @@ def _one_of(*words: str) -> Callable[[Any], bool]:
 
 
 ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "ahead": ("a count", _is_count),
     "back": ("true or false", lambda value: isinstance(value, bool)),
+    "by": ("next_router or history", _one_of("next_router", "history")),
     "bound": ("none or a count", lambda value: value is None or _is_count(value)),
     "dim": ("a dim", lambda value: type(value) is int and value >= 0),
     "drop": ("true or false", lambda value: isinstance(value, bool)),
@@ -37,6 +39,7 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "how": ("keep, slice or gather", _one_of("keep", "slice", "gather")),
     "index": ("an index", lambda value: type(value) is int and value >= 0),
     "keep": ("a count", _is_count),
+    "most": ("a count", _is_count),
     "pairs": ("halves or interleaved", _one_of("halves", "interleaved")),
     "parts": ("a count", _is_count),
     "renormalize": ("true or false", lambda value: isinstance(value, bool)),

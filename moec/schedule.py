@@ -1,8 +1,10 @@
 """When the operations of a body run, by their costs: a simulation of one rank's streams, and a better order.
 
 One rank issues its operations one after the other. A start takes its link's stream and lets the rank go on; its wait
-holds the rank until the transfer has ended; everything else keeps the rank busy for as long as it takes, a collective
-that is not started its link as well. Ranks are taken to be alike, so that one rank's time is the step's.
+holds the rank until the transfer has ended. The `prefetch.wait` of a layer starts copies too, of what is needed at
+once, before any that are only guessed; its `cached_experts` work meanwhile on what is there. Everything else keeps the
+rank busy for as long as it takes, a collective that is not started its link as well. Ranks are taken to be alike, so
+that one rank's time is the step's.
 """
 
 from __future__ import annotations
@@ -22,6 +24,10 @@ Path = tuple[float, float]
 
 #: What issuing a start costs the rank.
 ISSUE_US = 2.0
+#: Operations that begin a transfer.
+STARTS = ("all_to_all.start", "prefetch.start", "prefetch.wait")
+#: Operations that need one to have ended, and which operand says which.
+ENDS = {"all_to_all.wait": 0, "cached_experts": 2}
 
 
 @dataclass(frozen=True)
@@ -43,27 +49,34 @@ class Streams:
         self.free: dict[str, float] = {}
         self.ends: dict[fx.Node, float] = {}
 
-    def idle(self, wait: fx.Node) -> float:
-        """Microseconds that a wait would hold the rank if it were issued now."""
-        return max(0.0, self.ends[wait.all_input_nodes[0]] - self.now)
+    def idle(self, node: fx.Node) -> float:
+        """Microseconds that the end of a transfer would hold the rank if `node` were issued now."""
+        return max(0.0, self.ends[_transfer(node)] - self.now - self.cost(node))
 
     def run(self, node: fx.Node) -> Span:
         """Issue one operation."""
         name, stream, cost = op_of(node).name, str(node.meta["stream"]), self.cost(node)
-        if name.endswith(".start"):
-            begin = max(self.now, self.free.get(stream, 0.0))
+        if name in STARTS:
+            begin = self.now if name == "prefetch.wait" else max(self.now, self.free.get(stream, 0.0))
             self.free[stream] = self.ends[node] = begin + cost
             self.now += ISSUE_US
             return Span(node, stream, begin, begin + cost)
-        if name.endswith(".wait"):
+        if name in ENDS:
             begin = self.now
-            self.now = max(self.now, self.ends[node.all_input_nodes[0]])
+            self.now = max(self.now + cost, self.ends[_transfer(node)])
             return Span(node, "compute", begin, self.now)
         begin = max(self.now, self.free.get(stream, 0.0)) if stream != "compute" else self.now
         self.now = begin + cost
         if stream != "compute":
             self.free[stream] = self.now
         return Span(node, stream, begin, self.now)
+
+
+def _transfer(node: fx.Node) -> fx.Node:
+    """The start whose transfer a node needs the end of."""
+    started = node.args[ENDS[op_of(node).name]]
+    assert isinstance(started, fx.Node)
+    return started
 
 
 def simulate(body: Body, cost: Cost) -> list[Span]:
@@ -107,8 +120,8 @@ def _choose(ready: list[fx.Node], path: dict[fx.Node, Path], streams: Streams) -
     It pays to stand idle for a short transfer where the operation that could run meanwhile would hold up the longer
     path by more than the idle time.
     """
-    starts = [node for node in ready if op_of(node).name.endswith(".start")]
-    idle = {node: streams.idle(node) for node in ready if op_of(node).name.endswith(".wait")}
+    starts = [node for node in ready if op_of(node).name in STARTS]
+    idle = {node: streams.idle(node) for node in ready if op_of(node).name in ENDS}
     busy = [node for node in ready if idle.get(node, 0.0) == 0.0]
     if starts or not busy:
         return max(starts, key=lambda n: path[n]) if starts else min(idle, key=lambda n: idle[n])

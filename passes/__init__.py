@@ -1,6 +1,7 @@
 """The passes, one file each, in the order in which they run (`moec.compiler` says why)."""
 
 from moec.passes.base import Pass, parse_pass
+from moec.passes.cache_experts import CacheExperts
 from moec.passes.choose_exchange import ChooseExchange
 from moec.passes.choose_kernels import ChooseKernels
 from moec.passes.chunk_tokens import ChunkTokens
@@ -8,6 +9,7 @@ from moec.passes.fuse_gate_up import FuseGateUp
 from moec.passes.infer_shapes import InferShapes
 from moec.passes.insert_exchange import InsertExchange
 from moec.passes.place_experts import PlaceExperts
+from moec.passes.place_prefetch import PlacePrefetch
 from moec.passes.plan_memory import PlanMemory
 from moec.passes.plan_overlap import PlanOverlap
 from moec.passes.schedule import Schedule
@@ -28,6 +30,8 @@ PASSES: tuple[type[Pass], ...] = (
     ChunkTokens,
     InsertExchange,
     FuseGateUp,
+    CacheExperts,
+    PlacePrefetch,
     Schedule,
     PlanMemory,
     ChooseKernels,

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from moec.cache_sizes import expert_params, is_cached, layer_bytes
 from moec.cost_sizes import WIDTH, bounds
 from moec.diagnostics import CompileError, Diagnostic
 from moec.ir import Body, Dim, Memory, Program, Type, is_op, op_of
@@ -21,7 +22,7 @@ class PlanMemory(Pass):
     bounded by every token of the group choosing only this rank's experts.
 
     before: (no memory lines)
-    after:  memory 0 weights=16777216 kv=4194304 buffers=1048576
+    after:  memory 0 weights=16777216 kv=4194304 buffers=1048576        (and, of an expert cache, slots=4194304)
     """
 
     name: ClassVar[str] = "plan-memory"
@@ -32,7 +33,9 @@ class PlanMemory(Pass):
         for rank in range(program.mesh.size):
             held = tuple(_held(program, rank, table) for table in program.placements)
             if held not in alike:
-                alike[held] = Memory(_weights(program, rank), _kv(program), _buffers(program, rank))
+                alike[held] = Memory(
+                    _weights(program, rank), _kv(program), _buffers(program, rank), _slot_bytes(program)
+                )
             planned.append(alike[held])
         program.memory = tuple(planned)
         limit = program.cluster.device.memory_bytes
@@ -44,6 +47,7 @@ class PlanMemory(Pass):
 def _too_large(program: Program, rank: int, limit: int) -> Diagnostic:
     need = program.memory[rank]
     parts = {"weights": need.weights, "kv": need.kv, "buffers": need.buffers}
+    parts |= {"expert slots": need.slots} if need.slots else {}
     shown = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items())
     return Diagnostic(
         "E0330",
@@ -61,12 +65,22 @@ def _weights(program: Program, rank: int) -> int:
     total = 0
     for body in program.bodies.values():
         times = len(program.layers_of(body.name)) or 1
-        for param in body.params.values():
+        for name, param in body.params.items():
+            if param.is_borrowed or (name in expert_params(body) and is_cached(program)):
+                continue  # counted where it belongs
             shape = param.local_shape(program.mesh, program.placements)
             tables = [p.table for _, p in param.layout.places if isinstance(p, Placed)]
             dims = [_held(program, rank, tables[0]) if d == "M" else d for d in shape]
             total += times * WIDTH[param.dtype] * math.prod(map(int, dims))
     return total
+
+
+def _slot_bytes(program: Program) -> int:
+    """Bytes of the slots of a rank's experts, where some have no slot of their own."""
+    if program.cache is None or program.cache.slots is None or not is_cached(program):
+        return 0
+    sizes = layer_bytes(program).values()
+    return program.cache.slots * max(sizes) * len(sizes)  # one arena for all layers, of slots that fit each
 
 
 def _kv(program: Program) -> int:

@@ -38,6 +38,9 @@ class SplitStages(Pass):
 
 
 def _keep_layers(program: Program, kept: range) -> None:
+    if program.routing is not None:  # a trace is of all sparse layers
+        own = [place for place, layer in enumerate(program.sparse_layers) if layer in kept]
+        program.routing = program.routing.part(own)
     runs = []
     for run in program.runs:
         layers = range(max(run.layers.start, kept.start), min(run.layers.stop, kept.stop))

@@ -1,0 +1,98 @@
+"""What copies of experts cost: how many a step needs, bytes and microseconds by tier, and what a prefetch would hide.
+
+h: share of look-ups that find their expert in a slot; A: experts of a layer that a step uses on the busiest rank; so
+(1 - h) A experts are missed. Two tiers copy at the same time, the copies of one follow one another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from moec.cache_sizes import expert_bytes, host_experts
+from moec.cost_sizes import Sizes
+from moec.ir import Body, Program, is_op, op_of
+
+#: Share of the experts a layer needs that a prefetch names, by predictor and place; as many of its guesses are wrong.
+#: Measured on two small trained models with one layer ahead (benchmarks/cache_time.py): 0.78-0.90 for the router on the
+#: layer's output, 0.66-0.88 before its experts have run. Routers of trained models differ; a trace says more.
+RECALL = {("next_router", "exit"): 0.84, ("next_router", "ffn"): 0.77, ("next_router", "entry"): 0.7}
+HISTORY_RECALL = 0.45
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Copies of `experts` experts: bytes and microseconds by tier; `unknown` tiers have no rate."""
+
+    experts: float
+    bytes: dict[str, float]
+    us_by_tier: dict[str, float]
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def us(self) -> float:
+        """Microseconds until all are there, as far as rates are known."""
+        return max(self.us_by_tier.values(), default=0.0)
+
+
+def copies(program: Program, body: Body, experts: float) -> Copies:
+    """What it takes to bring `experts` of a layer's experts to their slots."""
+    cache, size = program.cache, expert_bytes(program, body)
+    assert cache is not None
+    held = max(max(table.counts) for table in program.placements.values())
+    in_host = host_experts(program) / held
+    moved, times, unknown = {}, {}, []
+    for tier in cache.tiers:
+        share = in_host if tier.name == "host" else 1.0 - in_host
+        if share == 0.0 or experts == 0.0:
+            continue
+        moved[tier.name] = experts * share * size
+        if tier.link is None:
+            unknown.append(tier.name)
+        else:
+            times[tier.name] = experts * share * tier.link.time_us(size, 1)
+    return Copies(experts, moved, times, tuple(unknown))
+
+
+def hit_rate(program: Program) -> float:
+    """Share of look-ups that find their expert in a slot: by the plan's trace, or with random routing its share."""
+    cache = program.cache
+    assert cache is not None and cache.slots is not None
+    held = max(max(table.counts) for table in program.placements.values())
+    return cache.slots / held if cache.hit_rate is None else cache.hit_rate
+
+
+def missed(sizes: Sizes) -> float:
+    """Experts of a layer that a step needs and finds in no slot, without prefetch."""
+    return (1.0 - hit_rate(sizes.program)) * sizes.active_experts()
+
+
+def recall(by: str, place: str) -> float:
+    """Share of a layer's misses that a prefetch started at `place` names."""
+    return HISTORY_RECALL if by == "history" else RECALL[by, place]
+
+
+def prefetched(program: Program, body: Body) -> tuple[int, float]:
+    """Experts that are prefetched for a layer of `body` at most, and the share of its misses they stand for."""
+    for other in program.bodies.values():
+        for node in other.graph.nodes:
+            if is_op(node) and op_of(node).name == "prefetch.start":
+                ahead = int(str(node.kwargs["ahead"]))
+                if any(layer + ahead in program.layers_of(body.name) for layer in program.layers_of(other.name)):
+                    return int(str(node.kwargs["most"])), recall(str(node.kwargs["by"]), "ffn")
+    return 0, 0.0
+
+
+def demanded(sizes: Sizes) -> float:
+    """Experts that a step has to wait for: those missed and not prefetched."""
+    most, share = prefetched(sizes.program, sizes.body)
+    misses = missed(sizes)
+    return misses - min(float(most), misses) * share
+
+
+def copied_by(sizes: Sizes, node: fx.Node) -> Copies:
+    """What a `prefetch.start` or a `prefetch.wait` of the body copies in a step."""
+    if op_of(node).name == "prefetch.wait":
+        return copies(sizes.program, sizes.body, demanded(sizes))
+    return copies(sizes.program, sizes.body, float(str(node.kwargs["most"])))

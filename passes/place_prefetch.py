@@ -1,0 +1,180 @@
+"""Begin copies of a later layer's experts where they are hidden, and not where they would only cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from torch import fx
+
+from moec.cache_sizes import is_cached
+from moec.cost import node_cost
+from moec.cost_exchange import copy_body
+from moec.cost_sizes import sizes_of
+from moec.ir import Body, Program, Run, is_op, op_of, operands, output_of, results_of
+from moec.ir_build import Builder
+from moec.passes.base import Pass
+from moec.plan_prefetch import Option, Prefetch, plan_prefetch, reads_ffn_norm
+
+
+@dataclass(frozen=True)
+class PlacePrefetch(Pass):
+    """Put a `prefetch.start` in the layers whose later layer's experts are cached, at the place that the costs name.
+
+    The guess is the later router's, on this layer's hidden state, or what used to follow this layer's choice. Ranks of
+    an ep group add up their guesses, so that each fetches what the others will send it rows for. Layers that have no
+    such later layer get a body of their own.
+
+    before: %9 = rms_norm(%8, @ffn_norm, ...)                       (one expert missed a step, room for it before)
+    after:  %9 = guess(%8, @next.ffn_norm, @next.router.weight, ...); %10 = count_experts(%9, table=routed)
+            %11 = prefetch.start(%10, ahead=1, by=next_router, most=1, table=routed); %12 = rms_norm(...)
+    """
+
+    name: ClassVar[str] = "place-prefetch"
+
+    def run(self, program: Program) -> None:
+        if program.cache is None or program.cache.prefetch == "none":
+            return
+        chosen = {pair: found.chosen for pair, found in self.compare(program).items() if found.chosen is not None}
+        if not chosen:
+            program.cache = replace(program.cache, prefetch="none")
+            return
+        before = {name: copy_body(body) for name, body in program.bodies.items()}
+        for name, groups in _groups(program, chosen).items():
+            largest = max(groups, key=lambda target: len(groups[target]))
+            for target, layers in groups.items():
+                body = program.bodies[name]
+                if target != largest:
+                    body = _peel(program, before[name], layers, "lead" if target else "last")
+                if target:
+                    _start(program, body, before[target], chosen[name, target])
+
+    def compare(self, program: Program) -> dict[tuple[str, str], Prefetch]:
+        """What is decided for every pair of a body and the body of its later layers that has cached experts."""
+        found = {}
+        for name, target in _pairs(program):
+            if target:
+                bodies = program.bodies[name], program.bodies[target]
+                costs, unknown = zip(*(_costs(program, body) for body in bodies), strict=True)
+                found[name, target] = plan_prefetch(program, bodies, costs, any(unknown))
+        return found
+
+
+def _pairs(program: Program) -> dict[tuple[str, str], list[int]]:
+    """(body, body of the layers to prefetch for) -> layers; no such body: nothing is cached there or guessed here."""
+    cache = program.cache
+    assert cache is not None
+    cached = _having(program, "cached_experts") if is_cached(program) else {}
+    routed = _having(program, "route")
+    found: dict[tuple[str, str], list[int]] = {}
+    for run in program.runs:
+        for layer in run.layers:
+            can_guess = cache.prefetch == "next_router" or layer in routed
+            target = cached.get(layer + cache.ahead, "") if can_guess else ""
+            found.setdefault((run.body, target), []).append(layer)
+    return found
+
+
+def _groups(program: Program, chosen: Mapping[tuple[str, str], Option]) -> dict[str, dict[str, list[int]]]:
+    """Body -> body that is prefetched for, or the empty string -> layers, of the bodies that change."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for (name, target), layers in _pairs(program).items():
+        group = target if (name, target) in chosen else ""
+        found.setdefault(name, {}).setdefault(group, []).extend(layers)
+    return found
+
+
+def _having(program: Program, name: str) -> dict[int, str]:
+    """Layers whose body has an operation `name`, and that body."""
+    bodies = {body.name for body, node in program.nodes() if op_of(node).name == name}
+    return {layer: body for body in sorted(bodies) for layer in program.layers_of(body)}
+
+
+def _costs(program: Program, body: Body) -> tuple[dict[fx.Node, float], bool]:
+    """Microseconds of a body's operations where every expert is in a slot, and whether some are unknown."""
+    sizes = sizes_of(program, body)
+    nodes = [node for node in body.graph.nodes if is_op(node)]
+    costs = {node: 0.0 if "cache" in op_of(node).effects else node_cost(sizes, node).us for node in nodes}
+    return {node: us or 0.0 for node, us in costs.items()}, None in costs.values()
+
+
+def _peel(program: Program, original: Body, layers: list[int], suffix: str) -> Body:
+    """A copy of a body for some of its layers."""
+    name, copied = original.name, copy_body(original)
+    copied.name = f"{name}_{suffix}"
+    bodies = list(program.bodies.items())
+    bodies.insert([n for n, _ in bodies].index(name) + 1, (copied.name, copied))
+    program.bodies = dict(bodies)
+    runs: list[Run] = []
+    for run in program.runs:
+        for layer in run.layers if run.body == name else ():
+            body = copied.name if layer in layers else name
+            if runs and runs[-1].body == body and runs[-1].layers.stop == layer:
+                runs[-1] = Run(body, range(runs[-1].layers.start, layer + 1))
+            else:
+                runs.append(Run(body, range(layer, layer + 1)))
+        if run.body != name:
+            runs.append(run)
+    program.runs = runs
+    return copied
+
+
+def _start(program: Program, body: Body, target: Body, option: Option) -> None:
+    """Guess, count, add up, start."""
+    cache = program.cache
+    assert cache is not None
+    build = Builder(program, body)
+    route = _only(target, "route")
+    table = str(route.kwargs["table"])
+    if cache.prefetch == "history":
+        at = _only(body, "route")
+        ids = results_of(at)[0]
+        where = build.before(results_of(at)[-1].next)
+    else:
+        at = _place(body, option.place)
+        x = output_of(body) if option.place == "exit" else operands(at)[0]
+        where = build.before(output_node(body)) if option.place == "exit" else build.before(at)
+    with where:
+        if cache.prefetch == "next_router":
+            ids = _guess(build, x, target, cache.ahead, at)
+        counts = build.emit("count_experts", ids, at=at, table=table)
+        if program.mesh.ep > 1:
+            counts = build.emit("sum_counts", counts, at=at, group="experts.ep")
+        settings: dict[str, Any] = {"ahead": cache.ahead, "most": option.most, "by": cache.prefetch}
+        build.emit("prefetch.start", counts, at=at, table=table, **settings)
+
+
+def _guess(build: Builder, x: fx.Node, target: Body, ahead: int, at: fx.Node) -> fx.Node:
+    """The experts that the router of `target`, `ahead` layers later, chooses for the rows x."""
+    route, norm = _only(target, "route"), next(n for n in target.graph.nodes if reads_ffn_norm(n))
+    moved = [n for n in target.graph.nodes if is_op(n) and op_of(n).name == "relayout" and n.kwargs["to"] == "experts"]
+    if moved:
+        x = build.emit("relayout", x, at=at, **moved[0].kwargs)
+    weights = []
+    for name in ("ffn_norm", "router.weight", *(["router.bias"] if len(route.args) == 2 else [])):
+        param = target.params[name]
+        build.body.params[f"next.{name}"] = replace(param, parts=(f"next{ahead}.{name}",))
+        weights.append(build.param(f"next.{name}"))
+    choice = {key: route.kwargs[key] for key in ("score", "top", "groups", "keep")}
+    ids: fx.Node = build.emit("guess", x, *weights, at=at, eps=norm.kwargs["eps"], **choice)
+    return ids
+
+
+def _place(body: Body, place: str) -> fx.Node:
+    """The operation in front of which a guess is made, or whose source line it takes at the end."""
+    nodes: list[fx.Node] = [node for node in body.graph.nodes if is_op(node)]
+    if place == "ffn":
+        return next(node for node in nodes if reads_ffn_norm(node))
+    return nodes[0] if place == "entry" else nodes[-1]
+
+
+def output_node(body: Body) -> fx.Node:
+    """The node by which a body returns."""
+    found: fx.Node = next(node for node in body.graph.nodes if node.op == "output")
+    return found
+
+
+def _only(body: Body, name: str) -> fx.Node:
+    found: fx.Node = next(node for node in body.graph.nodes if is_op(node) and op_of(node).name == name)
+    return found
