@@ -28,6 +28,9 @@ def compile_command(
         str, typer.Option(metavar="TARGET", help="cpu, or a GPU such as cuda:90, cuda:100, hip:gfx942.")
     ] = "cpu",
     weights: Annotated[Path | None, typer.Option(metavar="DIR", help="Model folder, in place of the file's.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE.npz", help="Count costs over its routing, not random routing.")
+    ] = None,
     stop_after: Annotated[str | None, typer.Option(metavar="PASS", help="Print the Programs after this pass.")] = None,
     print_after: Annotated[
         str | None, typer.Option(metavar="PASS|all", help="Print the Programs after it too.")
@@ -41,9 +44,9 @@ def compile_command(
         _check_pass(print_after)
     observers = [_Printer(print_after, to_stderr=as_json)] if print_after else []
     if stop_after is not None:
-        _print_stopped(file, plan, overrides or [], target, stop_after, observers)
+        _print_stopped(file, plan, overrides or [], target, stop_after, observers, trace)
         return
-    artifact = compile(file, plan, overrides or [], target, observers=observers, weights=weights)
+    artifact = compile(file, plan, overrides or [], target, observers=observers, weights=weights, trace=trace)
     folder = output if output is not None else file.with_suffix(".build")
     artifact.save(folder)
     if as_json:
@@ -62,16 +65,23 @@ def _summarise(folder: Path, document: Mapping[str, Any]) -> None:
 
 
 def _print_stopped(
-    file: Path, plan: str | None, overrides: list[str], target: str, stop_after: str, observers: list[_Printer]
+    file: Path,
+    plan: str | None,
+    overrides: list[str],
+    target: str,
+    stop_after: str,
+    observers: list[_Printer],
+    trace: Path | None,
 ) -> None:
-    from moec.compiler import PHASES, checked_plan, compile_phase
+    from moec.compiler import PHASES, checked_plan, compile_phase, routing_of
     from moec.ir_text import print_program
 
     _check_pass(stop_after)
     chosen, source = checked_plan(file, plan, overrides)
+    traced = routing_of(chosen, trace)
     kernels = "torch" if target == "cpu" else "triton"
     for phase in PHASES:
-        program = compile_phase(chosen, phase, source.name, kernels, observers, stop_after)
+        program = compile_phase(chosen, phase, source.name, kernels, observers, stop_after, trace=traced)
         sys.stdout.write(print_program(program))
 
 

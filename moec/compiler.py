@@ -22,6 +22,7 @@ from moec.ir_proof import prove
 from moec.lowering import lower
 from moec.passes import PASSES
 from moec.passes.base import Pass
+from moec.passes.cache_experts import CacheExperts
 from moec.passes.choose_exchange import ChooseExchange
 from moec.passes.choose_kernels import ChooseKernels
 from moec.passes.chunk_tokens import ChunkTokens
@@ -29,6 +30,7 @@ from moec.passes.fuse_gate_up import FuseGateUp
 from moec.passes.infer_shapes import InferShapes
 from moec.passes.insert_exchange import InsertExchange
 from moec.passes.place_experts import PlaceExperts
+from moec.passes.place_prefetch import PlacePrefetch
 from moec.passes.plan_memory import PlanMemory
 from moec.passes.plan_overlap import PlanOverlap
 from moec.passes.runner import Observer, run_passes
@@ -39,6 +41,7 @@ from moec.passes.split_stages import SplitStages
 from moec.passes.split_tokens import SplitTokens
 from moec.plan_document import plan_document
 from moec.plan_exchange import ExchangeTables
+from moec.plan_trace import PlanTrace, open_trace
 from moec.semantics import check
 from moec.weights_path import find_weights
 
@@ -59,6 +62,8 @@ def pipeline(kernels: str = "torch", stage: int = 0) -> tuple[Pass, ...]:
         ChunkTokens(),  # while a layer's experts are one operation
         InsertExchange(),
         FuseGateUp(),  # after the exchange, which makes the experts' own products
+        CacheExperts(),  # once an expert's products are two
+        PlacePrefetch(),  # needs the waits that cache-experts placed
         Schedule(),  # once every operation is there
         PlanMemory(),  # last to see sizes: nothing below changes a shape
         ChooseKernels(prefer=kernels),
@@ -73,24 +78,28 @@ def compile(
     kernels: str = "torch",
     observers: Iterable[Observer] = (),
     weights: Path | None = None,
+    trace: Path | None = None,
 ) -> Artifact:
     """Compile a `.moe` file. `overrides` are `--set` texts; `target` is cpu or a GPU to compile kernels for.
 
-    Raises CompileError where the program is wrong, MoecError where a checkpoint does not match.
+    `trace`: routing of real tokens, over which costs are counted in place of random routing.
+
+    Raises CompileError where the program is wrong, MoecError where a checkpoint or a trace does not match.
     """
     chosen, source = checked_plan(path, plan, overrides)
+    traced = routing_of(chosen, trace)
     prefer = "triton" if target != "cpu" else kernels
     tables = ExchangeTables(chosen)
     watching: list[Observer] = [*observers, tables]
     stages = [
-        {phase: compile_phase(chosen, phase, source.name, prefer, watching, stage=stage) for phase in PHASES}
+        {phase: compile_phase(chosen, phase, source.name, prefer, watching, None, stage, traced) for phase in PHASES}
         for stage in range(chosen.mesh.pp)
     ]
     programs = [program for stage in stages for program in stage.values()]
     folder = find_weights(chosen.model.weights, path.parent, weights, must_exist=False)
     fingerprint = open_checkpoint(folder).fingerprint if folder is not None and has_weights(folder) else None
     sources, reports = compile_kernels(programs, target)
-    document = plan_document(chosen, stages, tables.found, target, reports, fingerprint)
+    document = plan_document(chosen, stages, tables.found, target, reports, fingerprint, traced)
     modules = {f"{name_of(program)}.py": render_phase(program) for program in programs}
     pairs = tuple((stage["prefill"], stage["decode"]) for stage in stages)
     return Artifact(pairs, document, modules | sources, path.parent)
@@ -102,6 +111,11 @@ def checked_plan(path: Path, plan: str | None = None, overrides: Sequence[str] =
     return check(source, overrides=list(overrides)).plan(plan), source
 
 
+def routing_of(plan: Plan, trace: Path | None) -> PlanTrace | None:
+    """What costs are counted over: a trace, held against the plan's model (E0780, E0781), or random routing."""
+    return None if trace is None else open_trace(trace, plan.model)
+
+
 def compile_phase(
     plan: Plan,
     phase: str,
@@ -110,12 +124,14 @@ def compile_phase(
     observers: Iterable[Observer] = (),
     stop_after: str | None = None,
     stage: int = 0,
+    trace: PlanTrace | None = None,
 ) -> Program:
     """Lower one phase of one pipeline stage and run the passes over it, as far as `stop_after`."""
     if stop_after is not None and stop_after not in [cls.name for cls in PASSES]:
         help = did_you_mean(stop_after, [cls.name for cls in PASSES]) or "`moec passes` lists them"
         raise CompileError(Diagnostic("E0402", f"there is no pass `{stop_after}`", help=help))
     program = lower(plan, plan.prefill if phase == "prefill" else plan.decode, source)
+    program.routing = trace.routing[phase] if trace is not None else None
     run_passes(program, pipeline(kernels, stage), observers, stop_after)
     return program
 

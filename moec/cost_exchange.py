@@ -15,7 +15,6 @@ from torch import fx
 
 from moec.cost import TERMS, node_cost
 from moec.cost_flow import CLASSES
-from moec.cost_routing import RoutingTrace
 from moec.cost_sizes import Sizes, sizes_of, token_rows, with_tokens
 from moec.ir import Body, Program, is_op, op_of
 
@@ -83,8 +82,8 @@ class Comparison:
     `lower` lowers them. Device memory of unknown rate costs nothing here, so that the links decide.
     """
 
-    def __init__(self, program: Program, lower: Lower, trace: RoutingTrace | None = None) -> None:
-        self.program, self.lower, self.trace = program, lower, trace
+    def __init__(self, program: Program, lower: Lower) -> None:
+        self.program, self.lower = program, lower
         self._lowered: dict[tuple[str, str, int], list[_Lowered]] = {}
         self._estimates: dict[tuple[str, str, int], Estimate] = {}
 
@@ -162,7 +161,7 @@ class Comparison:
             self.lower(copied)
             layers = {name: len(program.layers_of(name)) for name in bodies if is_sparse(program.bodies[name])}
             self._lowered[key] = [
-                _Lowered(sizes_of(copied, bodies[name], self.trace), _exchange(bodies[name]), n / sum(layers.values()))
+                _Lowered(sizes_of(copied, bodies[name]), _exchange(bodies[name]), n / sum(layers.values()))
                 for name, n in layers.items()
             ]
         return self._lowered[key]

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -110,28 +110,37 @@ class TracedRouting:
         return _sizes(parts.ravel(), num_parts) / len(self.expert_ids)
 
     def active(self, part_of: Parts, num_parts: int, tokens: float) -> Floats:
-        share = _sizes(self.expert_ids.ravel(), self.num_experts) / len(self.expert_ids)
-        used: Floats = 1.0 - (1.0 - share) ** tokens
+        used: Floats = 1.0 - (1.0 - self._share) ** tokens
         return np.bincount(part_of, weights=used, minlength=num_parts).astype(np.float64)
+
+    @cached_property
+    def _share(self) -> Floats:
+        """Part of the tokens that chose each expert."""
+        return _sizes(self.expert_ids.ravel(), self.num_experts) / len(self.expert_ids)
 
 
 @dataclass(frozen=True, eq=False)
 class RoutingTrace:
-    """Expert choices of real tokens: `expert_ids` [sparse layers, tokens, k], layers in the order of the model."""
+    """Expert choices of real tokens: `expert_ids` [sparse layers, tokens, k], layers in the order of the model.
+
+    Whether it fits a model is for who reads it to say (`moec.plan_trace`).
+    """
 
     expert_ids: NDArray[np.integer]
 
-    def of_layers(self, layers: Sequence[int], num_experts: int, top: int) -> TracedRouting:
-        """The choices of some of the sparse layers, numbered from 0, as one. Raises ValueError if there are none."""
-        held, _, chosen = self.expert_ids.shape
-        if layers and max(layers) >= held:
-            raise ValueError(f"the trace has {held} sparse layers, the model has more")
-        if chosen != top:
-            raise ValueError(f"the trace has {chosen} experts per token, the model {top}")
-        ids = self.expert_ids[list(layers)].reshape(-1, chosen).astype(np.int64)
-        if ids.size == 0 or ids.min() < 0 or ids.max() >= num_experts:
-            raise ValueError(f"the trace has no tokens, or expert ids outside 0..{num_experts - 1}")
-        return TracedRouting(ids, num_experts)
+    def part(self, layers: Sequence[int]) -> RoutingTrace:
+        """The trace of some of the sparse layers, numbered from 0."""
+        return RoutingTrace(self.expert_ids[list(layers)])
+
+    def of_layers(self, layers: Sequence[int], num_experts: int) -> TracedRouting:
+        """The choices of some of the sparse layers, numbered from 0, taken as one layer's."""
+        return _as_one(self, tuple(layers), num_experts)
+
+
+@lru_cache(maxsize=32)  # what is counted over a routing is kept by its identity: see `moec.cost_flow`
+def _as_one(trace: RoutingTrace, layers: tuple[int, ...], num_experts: int) -> TracedRouting:
+    ids = trace.expert_ids[list(layers)]
+    return TracedRouting(ids.reshape(-1, ids.shape[-1]).astype(np.int64), num_experts)
 
 
 def expected_destinations(routing: Routing, part_of: Parts, num_parts: int) -> float:

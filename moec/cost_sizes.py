@@ -6,14 +6,13 @@ Symbols of a shape: see `moec.ir` and `moec.ops_exchange`. A step is the phase's
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import fx
 
 from moec.cost_flow import Flow, Route, active_experts, hop, served_pairs
-from moec.cost_routing import RandomRouting, Routing, RoutingTrace
+from moec.cost_routing import RandomRouting, Routing
 from moec.ir import Body, Dim, Program, Type, is_op, op_of, operands, type_of
 from moec.ops_exchange import HOPS, at
 
@@ -129,15 +128,17 @@ class Sizes:
         ]
 
 
-def sizes_of(program: Program, body: Body, trace: RoutingTrace | None = None) -> Sizes:
-    """Sizes with random routing, or with the choices of a trace."""
+def sizes_of(program: Program, body: Body) -> Sizes:
+    """Sizes with the choices of the program's trace, or with random routing where it has none."""
     router = next((n for n in body.graph.nodes if is_op(n) and op_of(n).name == "route"), None)
     if router is None:
         return Sizes(program, body, None)
     top, placement = int(str(router.kwargs["top"])), program.placements[str(router.kwargs["table"])]
     routing: Routing = _random(router, placement.num_experts)
-    if trace is not None:
-        routing = trace.of_layers(_sparse_layers(program, body), placement.num_experts, top)
+    if program.routing is not None:
+        sparse = program.sparse_layers
+        layers = [sparse.index(layer) for layer in program.layers_of(body.name)]
+        routing = program.routing.of_layers(layers, placement.num_experts)
     return Sizes(program, body, Route(program.mesh, program.cluster, placement, routing), top)
 
 
@@ -149,12 +150,3 @@ def with_tokens(sizes: Sizes, tokens: int) -> Sizes:
 def _random(router: fx.Node, num_experts: int) -> RandomRouting:
     top, groups, keep = (int(str(router.kwargs[name])) for name in ("top", "groups", "keep"))
     return RandomRouting(num_experts, top, groups, keep)
-
-
-def _sparse_layers(program: Program, body: Body) -> Sequence[int]:
-    """The body's layers, counted among those that route. A trace is of all layers, a pipeline stage has some."""
-    if program.mesh.pp > 1:
-        raise ValueError("a routing trace needs a program of all layers, this is one pipeline stage's")
-    routing = {b.name for b, node in program.nodes() if op_of(node).name == "route"}
-    sparse = sorted(layer for name in routing for layer in program.layers_of(name))
-    return [sparse.index(layer) for layer in program.layers_of(body.name)]

@@ -40,6 +40,9 @@ def _head(document: dict[str, Any]) -> Iterator[str]:
     for table, slots in document["placement"].items():
         counts = sorted({len(held) for held in slots}, reverse=True)
         yield f"experts     {table}: {sum(map(len, slots))}, {' or '.join(map(str, counts))} on a rank"
+    if (trace := document["trace"]) is not None:
+        counted = " and ".join(f"{trace['tokens'][phase]:,} tokens in {phase}" for phase in ("prefill", "decode"))
+        yield f"routing     as traced in {trace['file']} (sha256 {trace['sha256'][:16]}): {counted}"
     weights = document["weights"]["path"]
     yield f"weights     {weights or 'none: the plan compiles, it cannot run'}"
 

@@ -13,20 +13,23 @@ from moec.cost_flow import CLASSES
 from moec.declared import declared
 from moec.ir import Program, op_of
 from moec.parameters import count
+from moec.plan_trace import PlanTrace
 from moec.schedule import simulate
 
 
 def plan_document(
     plan: Plan,
     stages: Sequence[Mapping[str, Program]],
-    exchanges: Mapping[str, Any],
+    exchanges: Mapping[tuple[str, int], Any],
     target: str,
     kernels: list[dict[str, Any]],
     fingerprint: Fingerprint | None,
+    trace: PlanTrace | None = None,
 ) -> dict[str, Any]:
     """The document: names, degrees, mathematics, parameters, memory per rank and, by phase, exchange, time and traffic.
 
-    `stages`: the programs of each pipeline stage by phase. `exchanges`: tables of `moec.plan_exchange` by phase.
+    `stages`: the programs of each pipeline stage by phase. `exchanges`: tables of `moec.plan_exchange` by phase
+    and stage. `trace`: whose routing the costs are counted over, None: random routing.
     """
     first = stages[0]["prefill"]
     programs = [program for stage in stages for program in stage.values()]
@@ -38,6 +41,7 @@ def plan_document(
         "model": {"name": model.name, "layers": len(model.layers), "hidden": model.hidden, "vocab": model.vocab},
         "declared": declared(model),
         "weights": {"path": model.weights, "fingerprint": fingerprint and fingerprint.to_json()},
+        "trace": trace and trace.to_json(),
         "compute": plan.compute,
         "context": plan.context,
         "parameters": asdict(count(model)),
@@ -60,7 +64,7 @@ def _name(program: Program) -> str:
     return program.phase if program.mesh.pp == 1 else f"{program.phase}, stage {program.stage}"
 
 
-def _phase(program: Program, exchanges: Mapping[str, Any]) -> dict[str, Any]:
+def _phase(program: Program, exchanges: Mapping[tuple[str, int], Any]) -> dict[str, Any]:
     costs = list(node_costs(program))
     is_exchanging = program.mesh.ep > 1 and bool(program.experts)
     return {
@@ -70,7 +74,7 @@ def _phase(program: Program, exchanges: Mapping[str, Any]) -> dict[str, Any]:
         "overlap": program.overlap,
         "exchange": program.exchange if is_exchanging else "none",
         "combine": program.combine if is_exchanging else "none",
-        "exchanges": exchanges.get(program.phase) if is_exchanging else None,
+        "exchanges": exchanges.get((program.phase, program.stage)) if is_exchanging else None,
         "timeline": _timeline(program, costs),
         "runs": [
             {"body": run.body, "layers": [run.layers.start, run.layers.stop - 1] if run.layers else None}

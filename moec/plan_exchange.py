@@ -14,23 +14,23 @@ from moec.ir import Program
 class ExchangeTables:
     """An observer of the passes: makes each phase's table after `choose-exchange`, and what overlap would gain.
 
-    `found`: phase -> table. A program that exchanges nothing has none.
+    `found`: (phase, pipeline stage) -> table. A program that exchanges nothing has none.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.phases = {"prefill": plan.prefill, "decode": plan.decode}
-        self.found: dict[str, dict[str, Any]] = {}
+        self.found: dict[tuple[str, int], dict[str, Any]] = {}
 
     def __call__(self, step: Any, program: Program) -> None:
         if program.mesh.ep == 1 or not program.experts:
             return
-        phase = self.phases[program.phase]
+        phase, place = self.phases[program.phase], (program.phase, program.stage)
         if step.name == "plan-overlap" and phase.overlap != "off":
             found = step.compare(replace(program, overlap=phase.overlap))
-            self.found[program.phase]["overlap"] = {"asked": phase.overlap, **asdict(found)}
+            self.found[place]["overlap"] = {"asked": phase.overlap, **asdict(found)}
         if step.name == "choose-exchange":
             open_to_all = replace(program, exchange="auto", combine="auto", capacity=phase.capacity, drop=phase.drop)
-            self.found[program.phase] = table(step.compare(open_to_all), phase, (program.exchange, program.combine))
+            self.found[place] = table(step.compare(open_to_all), phase, (program.exchange, program.combine))
 
 
 def table(comparison: Comparison, phase: Phase, chosen: Candidate) -> dict[str, Any]:

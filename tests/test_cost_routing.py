@@ -120,21 +120,9 @@ def test_destinations_grow_with_choices_and_parts() -> None:
 def test_a_trace_is_counted_as_it_is() -> None:
     ids = np.array([[[0, 1], [0, 2], [3, 2]], [[5, 4], [4, 5], [4, 0]]])
     part_of = [0, 0, 1, 1, 2, 2]
-    first, both = (RoutingTrace(ids).of_layers(layers, 6, 2) for layers in ([0], [0, 1]))
+    first, both = (RoutingTrace(ids).of_layers(layers, 6) for layers in ([0], [0, 1]))
     assert (first.touched(part_of, 3) * 3).tolist() == [2, 2, 0]
     assert (both.touched(part_of, 3) * 6).tolist() == [3, 2, 3]
     assert (both.pairs(part_of, 3) * 6).tolist() == [4, 3, 5]
-
-
-@pytest.mark.parametrize(
-    ("layers", "num_experts", "top", "message"),
-    [
-        ([2], 6, 2, "the trace has 2 sparse layers, the model has more"),
-        ([0], 6, 3, "the trace has 2 experts per token, the model 3"),
-        ([0], 5, 2, r"expert ids outside 0\.\.4"),
-    ],
-)
-def test_a_trace_of_another_model_is_refused(layers: list[int], num_experts: int, top: int, message: str) -> None:
-    trace = RoutingTrace(np.array([[[0, 5]], [[1, 2]]]))
-    with pytest.raises(ValueError, match=message):
-        trace.of_layers(layers, num_experts, top)
+    part = RoutingTrace(ids).part([1])
+    assert (part.of_layers([0], 6).touched(part_of, 3) * 3).tolist() == [1, 0, 3]

@@ -46,7 +46,8 @@ ALLOWED: dict[str, set[str]] = {
     "codegen": {"ir", "layout", "diagnostics"},
     "artifact": {"ir", "diagnostics"},
     "plan": {
-        "cache", "checked", "checkpoint", "cost", "cost_routing", "declared", "ir", "parameters", "schedule", "diagnostics",
+        "cache", "checked", "checkpoint", "cost", "cost_routing", "declared", "ir", "parameters", "schedule",
+        "diagnostics",
     },
     "explain": {"cache", "specs", "diagnostics"},
     "runtime": {

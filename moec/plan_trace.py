@@ -1,0 +1,56 @@
+"""The routing trace that a plan is costed with: read, held against the model, and told in the plan document."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moec.cache.trace import DECODE, PREFILL, Trace, read_trace
+from moec.checked import Model, Moe
+from moec.cost_routing import RoutingTrace
+from moec.diagnostics import fail
+
+PHASES = {"prefill": PREFILL, "decode": DECODE}
+
+
+@dataclass(frozen=True)
+class PlanTrace:
+    """A trace that fits the model. `file` is its plain name and `sha256` its digest, so that a plan says which it was.
+
+    `routing`: by phase, what its Program is costed with. A phase of which the trace has no tokens takes all of them.
+    """
+
+    file: str
+    sha256: str
+    routing: dict[str, RoutingTrace]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plan.json has it: names and numbers of tokens, no choices."""
+        tokens = {phase: routing.expert_ids.shape[1] for phase, routing in self.routing.items()}
+        return {"file": self.file, "sha256": self.sha256, "tokens": tokens}
+
+
+def open_trace(path: Path, model: Model) -> PlanTrace:
+    """The trace of a file. Raises E0780 where it is damaged, E0781 where it is of another model."""
+    trace = read_trace(path)
+    if reason := _misfit(trace, model):
+        help = "record one with this model: `moec run --record FILE.npz`"
+        raise fail("E0781", f"the trace `{path}` does not fit `{model.name}`: {reason}", help)
+    own = {phase: trace.of_phase(number) for phase, number in PHASES.items()}
+    routing = {phase: RoutingTrace(ids if ids.shape[1] else trace.expert_ids) for phase, ids in own.items()}
+    return PlanTrace(path.name, hashlib.sha256(path.read_bytes()).hexdigest(), routing)
+
+
+def _misfit(trace: Trace, model: Model) -> str:
+    """In what a trace and a model differ, empty where they do not."""
+    sparse = [(depth, layer.ffn) for depth, layer in enumerate(model.layers) if isinstance(layer.ffn, Moe)]
+    if trace.num_layers != len(sparse):
+        return f"it has {trace.num_layers} sparse layers, the model {len(sparse)}"
+    for (depth, ffn), ids in zip(sparse, trace.expert_ids, strict=True):
+        if trace.top != ffn.router.top:
+            return f"it has {trace.top} experts per token, layer {depth} of the model {ffn.router.top}"
+        if ids.max() >= ffn.routed.count:
+            return f"it has expert {ids.max()} in layer {depth}, whose experts are 0..{ffn.routed.count - 1}"
+    return ""
