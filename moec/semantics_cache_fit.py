@@ -1,4 +1,4 @@
-"""A checked cache put on the model and the mesh of a plan: are there experts to hold, and places for them all."""
+"""A checked cache put on the model and the mesh of a plan: are there experts to hold, to pin and to fetch ahead."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from moec.diagnostics import Label, Span
 from moec.semantics_cache import DeclaredCache
 from moec.semantics_values import Problems
 
-#: Bytes of one number of the dtypes a plan computes in: experts are kept as they are used.
-DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-#: Matrices of one expert: gate, up and down.
-MATRICES = 3
 
+def fit_cache(declared: DeclaredCache, model: Model, mesh: MeshSpec, at: Span, problems: Problems) -> Cache:
+    """The cache with its sizes per rank. `at` is where the plan names it. Reports E0227, E0228 and E0229.
 
-def fit_cache(
-    declared: DeclaredCache, model: Model, mesh: MeshSpec, compute: str, at: Span, problems: Problems
-) -> Cache:
-    """The cache with its sizes per rank. `at` is where the plan names it. Reports E0227, E0228, E0229 and E0311."""
+    Whether slots and tiers are large enough is known when experts are placed: `moec.cache_sizes`.
+    """
     cache = declared.cache
     if cache.host is not None and cache.host.bytes_per_rank is not None and declared.is_host_per_node:
         per_rank = cache.host.bytes_per_rank // mesh.cluster.devices_per_node
@@ -32,7 +28,6 @@ def fit_cache(
         return cache
     _check_pins(declared, model, [ffn for stage in stages for ffn in stage], at, problems)
     _check_ahead(declared, model, max(map(len, stages)), at, problems)
-    _check_host(cache, max(_bytes_to_keep(cache, model, mesh, compute, stage) for stage in stages), at, problems)
     return cache
 
 
@@ -64,28 +59,3 @@ def _check_ahead(declared: DeclaredCache, model: Model, depth: int, at: Span, pr
         message = f"`ahead` = {cache.ahead} looks past the last layer: a rank has {layers}"
         help = f"use `ahead = {depth - 1}`" + " or less" * (depth > 2) if depth > 1 else "use `prefetch = none`"
         problems.add("E0229", message, declared.ahead_at, help=help, also=[Label(at, f"with model `{model.name}`")])
-
-
-def _bytes_to_keep(cache: Cache, model: Model, mesh: MeshSpec, compute: str, stage: list[Moe]) -> int:
-    """Bytes of the experts of the fullest rank of a stage that may leave device memory.
-
-    Each of them has its copy in a tier below, also while it is in device memory: weights never change, so that none is
-    written back. With pins on ep > 1 this is the least it can be, as if all of them were on that rank.
-    """
-    kept = total = 0
-    for ffn in stage:
-        held = -(-ffn.routed.count // mesh.ep)
-        expert = MATRICES * model.hidden * (ffn.routed.inner // mesh.etp) * DTYPE_BYTES[compute]
-        is_whole = cache.share == 1 or (cache.slots or 0) >= held
-        kept += 0 if is_whole else max(0, held - len(cache.pinned)) * expert
-        total += held * expert
-    return 0 if (cache.hbm or 0) >= total else kept
-
-
-def _check_host(cache: Cache, need: int, at: Span, problems: Problems) -> None:
-    """Without an nvme tier, host memory has room for all that may leave device memory."""
-    room = cache.host.bytes_per_rank if cache.host is not None else None
-    if cache.host is not None and cache.nvme is None and room is not None and room < need:
-        message = f"`host` has {room} bytes for each rank, and its experts take {need}"
-        help = "raise it, add `nvme` for the others, or put the experts on more ranks"
-        problems.add("E0311", message, cache.host.span, help=help, also=[Label(at, "in this plan")])

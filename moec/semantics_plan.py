@@ -55,14 +55,13 @@ def check_plan(
     for phase in phases.values():
         _need_equal_nodes(node, phase, mesh, values)
     _need_experts(model, mesh, expert_views.get(run.mesh.id if run.mesh else ""), run.span, values)
-    compute = compute or model.dtype
     cache = None
     if declared is not None and run.cache is not None:
-        cache = fit_cache(declared, model, mesh, compute, run.cache.span, values.problems)
+        cache = fit_cache(declared, model, mesh, run.cache.span, values.problems)
     prefill, decode = phases["prefill"], phases["decode"]
     if prefill is None or decode is None or len(values.problems.found) > before:
         return None
-    return Plan(node.name.id, model, mesh, compute, context, prefill, decode, node.span, cache)
+    return Plan(node.name.id, model, mesh, compute or model.dtype, context, prefill, decode, node.span, cache)
 
 
 def _run(node: ast.Plan, values: Values) -> ast.Run | None:
