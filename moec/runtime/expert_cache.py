@@ -1,0 +1,149 @@
+"""The experts of one rank that do not all fit: which slot holds whom, and what is on its way there.
+
+1. `prefetch` starts copies of what a later layer is guessed to need.
+2. `demand` claims a slot for each expert that a layer's rows need, and starts the copies that are missing, ahead of all
+   guesses.
+3. `serve` hands the experts out, those that are there first. Where a layer needs more experts than it has slots, a slot
+   is filled again once its expert has been served: so the layer goes in waves.
+
+Who is evicted follows from the order of these calls alone (`moec.cache.residency`), never from when a copy arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moec.cache.residency import Load, Residency, Use
+from moec.runtime.context import DTYPES
+from moec.runtime.expert_copier import Copier
+from moec.runtime.expert_file import Contents
+from moec.runtime.expert_lane import Transfer
+
+#: Slots start at multiples of this, as torch's own tensors do.
+ALIGNMENT = 64
+#: Experts of the layer `ahead` of a layer, best guess first, from the rows of each expert that are counted there.
+Guess = Callable[[int, Sequence[int], int], Sequence[int]]
+
+
+@dataclass
+class Arrivals:
+    """How copies met the layers that needed them. `late`: hits on a prefetch that was still under way."""
+
+    late: int = 0
+    waited: int = 0
+
+
+class ExpertCache:
+    """Slots, and the copies into them. Layers are model layer numbers here, and counted from 0 in `residency`."""
+
+    def __init__(
+        self, layers: Sequence[int], contents: Contents, residency: Residency, copier: Copier, device: torch.device
+    ) -> None:
+        self.residency, self.copier, self.contents = residency, copier, contents
+        self.arrivals = Arrivals()
+        self._index = {layer: index for index, layer in enumerate(layers)}
+        slot_bytes = max(contents.blob_bytes(index) for index in range(len(layers)))
+        stride = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
+        self.arena = torch.empty(residency.num_slots, stride, dtype=torch.uint8, device=device)
+        self._moving: dict[int, Transfer] = {}  # slot -> the copy into it that nobody has waited for yet
+        self._uses: dict[int, list[Use]] = {}
+
+    def views(self, layer: int) -> dict[str, Tensor]:
+        """The parameters of a layer's experts, [slots, ...]: row s is the expert in slot s."""
+        found, start = {}, 0
+        dtype = DTYPES[self.contents.dtype]
+        for name, shape in self.contents.layers[self._index[layer]].parameters:
+            size = torch.Size(shape).numel() * dtype.itemsize
+            found[name] = self.arena[:, start : start + size].view(dtype).unflatten(1, shape)
+            start += size
+        return found
+
+    def fill(self, experts: Sequence[int]) -> None:
+        """Give free slots to each layer's experts in the given order, and to pinned ones theirs, and wait for them."""
+        keys = [(index, e) for index in self._index.values() for e in experts if e in self._held(index)]
+        self.residency.fill(keys)
+        for index in self._index.values():
+            for expert in self.residency.resident(index):
+                slot = self.residency.slot_of(index, expert)
+                assert slot is not None
+                self._start(index, expert, slot, is_demand=True)
+        for transfer in list(self._moving.values()):
+            transfer.wait()
+        self._moving.clear()
+
+    def prefetch(self, layer: int, experts: Sequence[int], most: int) -> None:
+        """Start copies of at most `most` of a layer's `experts`, the best guess first, that are in no slot."""
+        index = self._index[layer]
+        mine = [expert for expert in experts if expert in self._held(index)]
+        is_there = [self.residency.slot_of(index, expert) is not None for expert in mine]
+        missing = [expert for expert, there in zip(mine, is_there, strict=True) if not there][:most]
+        there = [expert for expert, there in zip(mine, is_there, strict=True) if there]
+        for load in self.residency.prefetch(index, [*missing, *there]):
+            self._begin(index, load)
+
+    def demand(self, layer: int, experts: Sequence[int]) -> Mapping[int, int]:
+        """Claim a slot for each of `experts`: expert -> slot. What is missing is on its way when this returns.
+
+        An expert whose slot another one of them leaves to it is not: `serve` starts it.
+        """
+        index, taken = self._index[layer], set[int]()
+        uses = self._uses[layer] = self.residency.demand(index, experts)
+        for use in uses:
+            if use.is_loaded and use.slot not in taken:
+                self._begin(index, use)
+            elif not use.is_loaded and (transfer := self._moving.get(use.slot)) is not None:
+                if not transfer.is_done:
+                    self.arrivals.late += 1
+                    transfer.promote()
+            taken.add(use.slot)
+        return {use.expert: use.slot for use in uses}
+
+    def serve(self, layer: int) -> Iterator[int]:
+        """The experts that `demand` claimed, each once it is in its slot, which it keeps until the next one is asked for.
+
+        Raises:
+            MoecError: an expert could not be read.
+        """
+        index, waiting = self._index[layer], self._uses.pop(layer)
+        begun = self._first_of_each_slot(waiting)
+        while waiting:
+            use = next((u for u in begun if self._is_there(u)), begun[0])
+            if (transfer := self._moving.pop(use.slot, None)) is not None:
+                self.arrivals.waited += not transfer.is_done
+                transfer.wait()
+            yield use.expert
+            waiting.remove(use)
+            begun.remove(use)
+            if (following := next((u for u in waiting if u.slot == use.slot), None)) is not None:
+                self._begin(index, following)
+                begun.append(following)
+
+    def close(self) -> None:
+        self.copier.close()
+
+    def _first_of_each_slot(self, uses: Sequence[Use]) -> list[Use]:
+        found: dict[int, Use] = {}
+        for use in uses:
+            found.setdefault(use.slot, use)
+        return list(found.values())
+
+    def _is_there(self, use: Use) -> bool:
+        transfer = self._moving.get(use.slot)
+        return transfer is None or transfer.is_done
+
+    def _begin(self, index: int, load: Use | Load) -> None:
+        self._start(index, load.expert, load.slot, is_demand=isinstance(load, Use))
+
+    def _start(self, index: int, expert: int, slot: int, is_demand: bool) -> None:
+        """Copy an expert into a slot. A guess that was still on its way there is not wanted any more."""
+        if (before := self._moving.pop(slot, None)) is not None:
+            before.cancel()
+        into = self.arena[slot, : self.contents.blob_bytes(index)]
+        self._moving[slot] = self.copier.start((index, expert), into, is_demand)
+
+    def _held(self, index: int) -> tuple[int, ...]:
+        return self.contents.layers[index].experts
