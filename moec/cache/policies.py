@@ -9,10 +9,13 @@ Every choice is deterministic: equal keys leave in the order of their layer and 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import Literal, Protocol
+
+import numpy as np
 
 #: (layer, expert); layers are numbered from 0 among the sparse layers of the model.
 Key = tuple[int, int]
@@ -161,16 +164,19 @@ class LeastStale:
         return [key for visit in reversed(visits) for key in sorted(self._by_visit[visit]) if key not in kept]
 
 
-class Scored:
+class Scored(ABC):
     """A policy of one layer that lets the lowest score leave; what a score is, its subclasses say."""
 
     scope: Scope = "layer"
 
     def __init__(self) -> None:
-        self._score: defaultdict[Key, float] = defaultdict(float)
         self._pools: defaultdict[int, set[Key]] = defaultdict(set)
 
-    def use(self, layer: int, experts: Sequence[int]) -> None:
+    @abstractmethod
+    def scores(self, layer: int) -> Sequence[float]:
+        """Of each expert of the layer, resident or not."""
+
+    def use(self, layer: int, experts: Sequence[int]) -> None:  # noqa: B027 (a policy need not learn)
         """Scores that do not change."""
 
     def admit(self, key: Key) -> None:
@@ -180,46 +186,47 @@ class Scored:
         self._pools[key[0]].remove(key)
 
     def victims(self, layer: int, count: int, kept: Collection[Key]) -> list[Key]:
-        free = [key for key in self._pools[layer] if key not in kept]
-        scored = zip(map(self._score.__getitem__, free), free, strict=True)
-        return [key for _, key in sorted(scored)[:count]]
+        scores = self.scores(layer)
+        free = [(scores[key[1]], key) for key in self._pools[layer] if key not in kept]
+        return [key for _, key in sorted(free)[:count]]
 
     def order(self, layer: int, experts: Sequence[int]) -> list[int]:
-        return sorted(experts, key=lambda expert: (self._score[layer, expert], expert))
+        scores = self.scores(layer)
+        return sorted(experts, key=lambda expert: (scores[expert], expert))
 
 
-#: A use weighs half as much after this many steps.
-HALF_LIFE = 128
-#: Scores of a layer are scaled down before they leave the range of floats.
-MAX_WEIGHT = 2.0**256
+#: A use that is n steps old weighs n ** -FORGETTING.
+FORGETTING = 0.75
+#: Half-lives, in steps, of the exponentials that add up to this weight.
+HALF_LIVES = 4.0 ** np.arange(7)
 
 
 class Lfu(Scored):
-    """The least frequently used of the layer, uses weighing less the longer ago they are.
+    """The least frequently used of the layer, where uses are forgotten by a power law.
 
-    Instead of making all scores smaller in each step, a use weighs more from step to step (as LRFU does, Lee et al.
-    2001): the order is the same, and a look-up costs as much as it has experts.
+    How often something was needed n steps after its last need falls like a power of n in most records of use (Anderson
+    and Schooler 1991), so the need of an expert is scored as the sum over its uses of age ** -0.75: much for the last
+    few steps, as least recently used has it, and a little for all that came before, as counting has it. An exponential
+    decay has to choose between the two. The power is the sum of exponentials of widely spaced half-lives, each
+    of which needs one number per expert.
+
+    A step counts once, however many of its tokens chose the expert.
     """
 
-    def __init__(self, half_life: float = HALF_LIFE) -> None:
+    def __init__(self, num_layers: int, num_experts: int) -> None:
         super().__init__()
-        self._growth = 2.0 ** (1.0 / half_life)
-        self._weight: defaultdict[int, float] = defaultdict(lambda: 1.0)
+        self._kept = 0.5 ** (1.0 / HALF_LIVES)[:, None]
+        self._added = HALF_LIVES[:, None] ** -FORGETTING
+        self._sums = np.zeros((num_layers, len(HALF_LIVES), num_experts))
 
     def use(self, layer: int, experts: Sequence[int]) -> None:
-        weight = self._weight[layer]
-        for expert in experts:
-            self._score[layer, expert] += weight
-        self._weight[layer] = weight * self._growth
-        if weight > MAX_WEIGHT:
-            self._rescale(layer)
+        sums = self._sums[layer]
+        sums *= self._kept
+        sums[:, experts] += self._added
 
-    def _rescale(self, layer: int) -> None:
-        weight = self._weight[layer]
-        for key in self._score:
-            if key[0] == layer:
-                self._score[key] /= weight
-        self._weight[layer] = 1.0
+    def scores(self, layer: int) -> Sequence[float]:
+        found: list[float] = self._sums[layer].sum(axis=0).tolist()
+        return found
 
 
 class Popularity(Scored):
@@ -227,26 +234,34 @@ class Popularity(Scored):
 
     def __init__(self, counts: Sequence[Sequence[float]]) -> None:
         super().__init__()
-        for layer, row in enumerate(counts):
-            self._score.update({(layer, expert): float(count) for expert, count in enumerate(row)})
+        self._counts = counts
+
+    def scores(self, layer: int) -> Sequence[float]:
+        return self._counts[layer]
 
 
 #: Names that the language takes, in the order of a report.
 POLICIES = ("lru", "layer_lru", "lfu", "least_stale", "trace")
 
 
-def policy_named(name: str, num_layers: int, popularity: Sequence[Sequence[float]] | None = None) -> Policy:
-    """A new policy. `popularity[layer][expert]` are the counts that `trace` goes by.
+def policy_named(
+    name: str, num_layers: int, num_experts: int, popularity: Sequence[Sequence[float]] | None = None
+) -> Policy:
+    """A new policy for a rank. `popularity[layer][expert]` are the counts that `trace` goes by.
 
     Raises ValueError for a name that is none, and for `trace` without counts.
     """
-    if name == "trace":
-        if popularity is None:
+    match name:
+        case "lru":
+            return Lru()
+        case "layer_lru":
+            return LayerLru()
+        case "lfu":
+            return Lfu(num_layers, num_experts)
+        case "least_stale":
+            return LeastStale(num_layers)
+        case "trace" if popularity is not None:
+            return Popularity(popularity)
+        case "trace":
             raise ValueError("policy `trace` needs the counts of a recorded trace")
-        return Popularity(popularity)
-    made: dict[str, Policy] = {"lru": Lru(), "layer_lru": LayerLru(), "lfu": Lfu()}
-    if name == "least_stale":
-        return LeastStale(num_layers)
-    if name not in made:
-        raise ValueError(f"policy `{name}` is none of {', '.join(POLICIES)}")
-    return made[name]
+    raise ValueError(f"policy `{name}` is none of {', '.join(POLICIES)}")
