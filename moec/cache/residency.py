@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moec.cache.policies import Key, Policy, Scope
+from moec.cache.policy import Key, Policy, Scope
 
 
 class Use(NamedTuple):

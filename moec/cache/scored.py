@@ -1,0 +1,87 @@
+"""Policies that let the lowest score of a layer leave: `lfu` and `trace`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from moec.cache.policy import Key, Scope
+
+
+class Scored(ABC):
+    """A policy of one layer that lets the lowest score leave; what a score is, its subclasses say."""
+
+    scope: Scope = "layer"
+
+    def __init__(self) -> None:
+        self._pools: defaultdict[int, set[Key]] = defaultdict(set)
+
+    @abstractmethod
+    def scores(self, layer: int) -> Sequence[float]:
+        """Of each expert of the layer, resident or not."""
+
+    def use(self, layer: int, experts: Sequence[int]) -> None:  # noqa: B027 (a policy need not learn)
+        """Scores that do not change."""
+
+    def admit(self, key: Key) -> None:
+        self._pools[key[0]].add(key)
+
+    def drop(self, key: Key) -> None:
+        self._pools[key[0]].remove(key)
+
+    def victims(self, layer: int, count: int, kept: Collection[Key]) -> list[Key]:
+        scores = self.scores(layer)
+        free = [(scores[key[1]], key) for key in self._pools[layer] if key not in kept]
+        return [key for _, key in sorted(free)[:count]]
+
+    def order(self, layer: int, experts: Sequence[int]) -> list[int]:
+        scores = self.scores(layer)
+        return sorted(experts, key=lambda expert: (scores[expert], expert))
+
+
+#: A use that is n steps old weighs n ** -FORGETTING.
+FORGETTING = 0.75
+#: Half-lives, in steps, of the exponentials that add up to this weight.
+HALF_LIVES = 4.0 ** np.arange(7)
+
+
+class Lfu(Scored):
+    """The least frequently used of the layer, where uses are forgotten by a power law.
+
+    How often something was needed n steps after its last need falls like a power of n in most records of use (Anderson
+    and Schooler 1991), so the need of an expert is scored as the sum over its uses of age ** -0.75: much for the last
+    few steps, as least recently used has it, and a little for all that came before, as counting has it. An exponential
+    decay has to choose between the two. The power is the sum of exponentials of widely spaced half-lives, each
+    of which needs one number per expert.
+
+    A step counts once, however many of its tokens chose the expert.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        super().__init__()
+        self._kept = 0.5 ** (1.0 / HALF_LIVES)[:, None]
+        self._added = HALF_LIVES[:, None] ** -FORGETTING
+        self._sums = np.zeros((num_layers, len(HALF_LIVES), num_experts))
+
+    def use(self, layer: int, experts: Sequence[int]) -> None:
+        sums = self._sums[layer]
+        sums *= self._kept
+        sums[:, experts] += self._added
+
+    def scores(self, layer: int) -> Sequence[float]:
+        found: list[float] = self._sums[layer].sum(axis=0).tolist()
+        return found
+
+
+class Popularity(Scored):
+    """The least popular of a recorded trace: `counts[layer][expert]`, whatever happens now."""
+
+    def __init__(self, counts: Sequence[Sequence[float]]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def scores(self, layer: int) -> Sequence[float]:
+        return self._counts[layer]
