@@ -44,6 +44,11 @@ def is_cached(program: Program) -> bool:
     return cache is not None and cache.slots is not None and cache.slots < max(max(t.counts) for t in tables)
 
 
+def cached_params(program: Program, body: Body) -> list[str]:
+    """Parameters of a body that are read from slots."""
+    return expert_params(body) if program.cache is not None and is_cached(program) else []
+
+
 def pinned_slots(program: Program, cache: Cache) -> int:
     """Slots of a layer that the rank with the most pinned experts does not have for others."""
     tables = program.placements.values()

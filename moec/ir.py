@@ -169,7 +169,7 @@ class Cache:
     hbm: int | None = None
     share: float | None = None
     prefetch: str = "none"  # or next_router, history
-    ahead: int = 1  # layers
+    ahead: int = 1  # sparse layers
     pinned: tuple[int, ...] = ()  # expert ids that keep their slot in every layer
     hit_rate: float | None = None
 

@@ -16,12 +16,15 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from moec.cache_sizes import pinned_slots
+from moec.cache_sizes import is_cached, pinned_slots
+from moec.cost import node_cost
 from moec.cost_cache import copies, missed, recall
 from moec.cost_sizes import Sizes, sizes_of
 from moec.ir import Body, Program, is_op, op_of
 from moec.schedule import Span, simulate
 
+#: A body, the body of a later layer for which its layers prefetch, and how many layers later that is.
+Pair = tuple[str, str, int]
 #: From late to early: behind the layer's experts, before them, before its attention.
 PLACES = ("exit", "ffn", "entry")
 #: Gains below this share of a layer's time are within the model's error.
@@ -53,10 +56,56 @@ class Prefetch:
     window_us: dict[str, float] | None = None
 
 
+def plan_prefetches(program: Program) -> dict[Pair, Prefetch]:
+    """What is decided for every pair of a program that has passed cache-experts, and not yet place-prefetch."""
+    found = {}
+    for pair in pairs(program):
+        if pair[1]:
+            bodies = program.bodies[pair[0]], program.bodies[pair[1]]
+            costs, unknown = zip(*(_costs(program, body) for body in bodies), strict=True)
+            found[pair] = plan_prefetch(program, bodies, costs, any(unknown))
+    return found
+
+
+def pairs(program: Program) -> dict[Pair, list[int]]:
+    """Layers by the pair they are of; no later body where nothing is cached there, or nothing can be guessed here."""
+    cache = program.cache
+    assert cache is not None
+    cached = _having(program, "cached_experts") if is_cached(program) else {}
+    routed = _having(program, "route")
+    sources = {_source(sorted(cached), index, cache.ahead): layer for index, layer in enumerate(sorted(cached))}
+    found: dict[Pair, list[int]] = {}
+    for run in program.runs:
+        for layer in run.layers:
+            later = sources.get(layer) if cache.prefetch == "next_router" or layer in routed else None
+            pair = (run.body, "", 0) if later is None else (run.body, cached[later], later - layer)
+            found.setdefault(pair, []).append(layer)
+    return found
+
+
+def _source(sparse: list[int], index: int, ahead: int) -> int:
+    """The layer that prefetches for sparse layer `index`: the sparse one `ahead` before, else one before them all."""
+    return sparse[index - ahead] if index >= ahead else sparse[0] + index - ahead
+
+
+def _having(program: Program, name: str) -> dict[int, str]:
+    """Layers whose body has an operation `name`, and that body."""
+    bodies = {body.name for body, node in program.nodes() if op_of(node).name == name}
+    return {layer: body for body in sorted(bodies) for layer in program.layers_of(body)}
+
+
+def _costs(program: Program, body: Body) -> tuple[dict[fx.Node, float], bool]:
+    """Microseconds of a body's operations where every expert is in a slot, and whether some are unknown."""
+    sizes = sizes_of(program, body)
+    nodes = [node for node in body.graph.nodes if is_op(node)]
+    costs = {node: 0.0 if "cache" in op_of(node).effects else node_cost(sizes, node).us for node in nodes}
+    return {node: us or 0.0 for node, us in costs.items()}, None in costs.values()
+
+
 def plan_prefetch(
     program: Program, bodies: Sequence[Body], costs: Sequence[Mapping[fx.Node, float]], is_unknown: bool
 ) -> Prefetch:
-    """Choose for layers of the first body, which prefetch for those of the second `program.cache.ahead` layers later.
+    """Choose for layers of the first body, which prefetch for those of the second.
 
     `costs`: microseconds of the operations of each where every expert is in a slot; `is_unknown`: some are not known.
     """

@@ -8,14 +8,11 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from moec.cache_sizes import is_cached
-from moec.cost import node_cost
 from moec.cost_exchange import copy_body
-from moec.cost_sizes import sizes_of
 from moec.ir import Body, Program, Run, is_op, op_of, operands, output_of, results_of
 from moec.ir_build import Builder
 from moec.passes.base import Pass
-from moec.plan_prefetch import Option, Prefetch, plan_prefetch, reads_ffn_norm
+from moec.plan_prefetch import Option, Pair, pairs, plan_prefetches, reads_ffn_norm
 
 
 @dataclass(frozen=True)
@@ -36,67 +33,27 @@ class PlacePrefetch(Pass):
     def run(self, program: Program) -> None:
         if program.cache is None or program.cache.prefetch == "none":
             return
-        chosen = {pair: found.chosen for pair, found in self.compare(program).items() if found.chosen is not None}
+        chosen = {pair: found.chosen for pair, found in plan_prefetches(program).items() if found.chosen is not None}
         if not chosen:
             program.cache = replace(program.cache, prefetch="none")
             return
         before = {name: copy_body(body) for name, body in program.bodies.items()}
         for name, groups in _groups(program, chosen).items():
-            largest = max(groups, key=lambda target: len(groups[target]))
-            for target, layers in groups.items():
+            largest = max(groups, key=lambda pair: len(groups[pair]))
+            for pair, layers in groups.items():
                 body = program.bodies[name]
-                if target != largest:
-                    body = _peel(program, before[name], layers, "lead" if target else "last")
-                if target:
-                    _start(program, body, before[target], chosen[name, target])
-
-    def compare(self, program: Program) -> dict[tuple[str, str], Prefetch]:
-        """What is decided for every pair of a body and the body of its later layers that has cached experts."""
-        found = {}
-        for name, target in _pairs(program):
-            if target:
-                bodies = program.bodies[name], program.bodies[target]
-                costs, unknown = zip(*(_costs(program, body) for body in bodies), strict=True)
-                found[name, target] = plan_prefetch(program, bodies, costs, any(unknown))
-        return found
+                if pair != largest:
+                    body = _peel(program, before[name], layers, "lead" if pair else "last")
+                if pair is not None:
+                    _start(program, body, before[pair[1]], pair[2], chosen[pair])
 
 
-def _pairs(program: Program) -> dict[tuple[str, str], list[int]]:
-    """(body, body of the layers to prefetch for) -> layers; no such body: nothing is cached there or guessed here."""
-    cache = program.cache
-    assert cache is not None
-    cached = _having(program, "cached_experts") if is_cached(program) else {}
-    routed = _having(program, "route")
-    found: dict[tuple[str, str], list[int]] = {}
-    for run in program.runs:
-        for layer in run.layers:
-            can_guess = cache.prefetch == "next_router" or layer in routed
-            target = cached.get(layer + cache.ahead, "") if can_guess else ""
-            found.setdefault((run.body, target), []).append(layer)
+def _groups(program: Program, chosen: Mapping[Pair, Option]) -> dict[str, dict[Pair | None, list[int]]]:
+    """Body -> pair for which it prefetches, or None -> layers."""
+    found: dict[str, dict[Pair | None, list[int]]] = {}
+    for pair, layers in pairs(program).items():
+        found.setdefault(pair[0], {}).setdefault(pair if pair in chosen else None, []).extend(layers)
     return found
-
-
-def _groups(program: Program, chosen: Mapping[tuple[str, str], Option]) -> dict[str, dict[str, list[int]]]:
-    """Body -> body that is prefetched for, or the empty string -> layers, of the bodies that change."""
-    found: dict[str, dict[str, list[int]]] = {}
-    for (name, target), layers in _pairs(program).items():
-        group = target if (name, target) in chosen else ""
-        found.setdefault(name, {}).setdefault(group, []).extend(layers)
-    return found
-
-
-def _having(program: Program, name: str) -> dict[int, str]:
-    """Layers whose body has an operation `name`, and that body."""
-    bodies = {body.name for body, node in program.nodes() if op_of(node).name == name}
-    return {layer: body for body in sorted(bodies) for layer in program.layers_of(body)}
-
-
-def _costs(program: Program, body: Body) -> tuple[dict[fx.Node, float], bool]:
-    """Microseconds of a body's operations where every expert is in a slot, and whether some are unknown."""
-    sizes = sizes_of(program, body)
-    nodes = [node for node in body.graph.nodes if is_op(node)]
-    costs = {node: 0.0 if "cache" in op_of(node).effects else node_cost(sizes, node).us for node in nodes}
-    return {node: us or 0.0 for node, us in costs.items()}, None in costs.values()
 
 
 def _peel(program: Program, original: Body, layers: list[int], suffix: str) -> Body:
@@ -120,7 +77,7 @@ def _peel(program: Program, original: Body, layers: list[int], suffix: str) -> B
     return copied
 
 
-def _start(program: Program, body: Body, target: Body, option: Option) -> None:
+def _start(program: Program, body: Body, target: Body, ahead: int, option: Option) -> None:
     """Guess, count, add up, start."""
     cache = program.cache
     assert cache is not None
@@ -137,11 +94,11 @@ def _start(program: Program, body: Body, target: Body, option: Option) -> None:
         where = build.before(output_node(body)) if option.place == "exit" else build.before(at)
     with where:
         if cache.prefetch == "next_router":
-            ids = _guess(build, x, target, cache.ahead, at)
+            ids = _guess(build, x, target, ahead, at)
         counts = build.emit("count_experts", ids, at=at, table=table)
         if program.mesh.ep > 1:
             counts = build.emit("sum_counts", counts, at=at, group="experts.ep")
-        settings: dict[str, Any] = {"ahead": cache.ahead, "most": option.most, "by": cache.prefetch}
+        settings: dict[str, Any] = {"ahead": ahead, "most": option.most, "by": cache.prefetch}
         build.emit("prefetch.start", counts, at=at, table=table, **settings)
 
 

@@ -208,6 +208,12 @@ def receive(ctx: Context, positions: Tensor, *, hidden: int, dtype: str) -> Tens
     return rows
 
 
+def sum_counts(ctx: Context, counts_E: Tensor, *, group: str) -> Tensor:
+    """Counts of all ranks of the group, added up: i64 [E]."""
+    at = ctx.groups[group]
+    return gather(at, counts_E.unsqueeze(0), [1] * at.size, "sum_counts").sum(0)
+
+
 # --- inside -------------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from moec.placement import Placement
 from moec.runtime.groups import Group
 from moec.runtime.launch_status import Status
 from moec.runtime.step import Step
+
+if TYPE_CHECKING:
+    from moec.runtime.expert_cache import ExpertCache
 
 #: The torch dtype of each dtype of a Program.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -27,7 +30,7 @@ class Context:
     """The context of one step, or (after `at`) of one layer in it.
 
     `states`: layer -> name -> KV memory [slots, context, ...]. `step_memo` and `memo` keep what kernels derive from the
-    step alone and from the program alone, so that the layers share it.
+    step alone and from the program alone, so that the layers share it. `cache`: where not all experts fit.
     """
 
     step: Step
@@ -40,6 +43,7 @@ class Context:
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     step_memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     layer: int | None = None
+    cache: ExpertCache | None = None
 
     def at(self, layer: int) -> Context:
         """The context of one layer; a rank that dies from here on says so by that layer."""
@@ -77,3 +81,7 @@ class Context:
         counts = self.placements[table].counts
         index = self.mesh.coordinate(self.rank, "ep")
         return range(sum(counts[:index]), sum(counts[: index + 1]))
+
+    def held_experts(self, table: str) -> tuple[int, ...]:
+        """Ids of the experts that this rank holds under a placement table, in slot order."""
+        return self.placements[table].slots[self.mesh.coordinate(self.rank, "ep")]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from moec.cache_sizes import cached_params
 from moec.codegen.phase import render_phase
 from moec.diagnostics import fail
 from moec.ir import Param, Program
@@ -22,6 +23,7 @@ from moec.runtime.launch_status import Status
 from moec.runtime.step import Step
 
 if TYPE_CHECKING:
+    from moec.runtime.expert_cache import ExpertCache
     from moec.runtime.timeline import Recorder
 
 
@@ -52,15 +54,17 @@ class Executor:
         rank: int = 0,
         groups: Mapping[str, Group] | None = None,
         status: Status | None = None,
+        cache: ExpertCache | None = None,
     ) -> None:
         """`tensors`: this rank's parts by full name (`layers.3.attention.q`), as `weights.load_rank` gives them.
 
-        `kv`: layer -> state name -> memory [slots, context, ...], which steps append to.
+        `kv`: layer -> state name -> memory [slots, context, ...], which steps append to. `cache`: has the experts that
+        the program wants from slots, which are not among `tensors`.
         """
         self.program = program
         self._kernels = kernels_for(program)
         self._forward = load_phase(render_phase(program), program.phase)
-        self._weights = collect_weights(program, tensors, rank)
+        self._weights, self._cache = collect_weights(program, tensors, rank, cache), cache
         self._kv, self._groups, self._rank = kv, groups or {}, rank
         self._status = status or Status(rank)
         self._memo: dict[Hashable, Any] = {}
@@ -83,6 +87,7 @@ class Executor:
             states=self._kv,
             status=self._status,
             memo=self._memo,
+            cache=self._cache,
         )
         if self._has_run or step.tokens.device.type == "cpu":
             return self._forward(self._kernels, self._weights, context).float()
@@ -111,17 +116,29 @@ def load_phase(source: str, phase: str) -> Callable[..., Tensor]:
     return namespace["forward"]
 
 
-def collect_weights(program: Program, tensors: Mapping[str, Tensor], rank: int) -> Weights:
+def collect_weights(
+    program: Program, tensors: Mapping[str, Tensor], rank: int, cache: ExpertCache | None = None
+) -> Weights:
     """The parameters of every body and layer. Raises E0510 for one that is absent or of another shape or dtype."""
     found: dict[tuple[str, int | None], Mapping[str, Tensor]] = {}
     for run in program.runs:
         for layer in run.layers or (None,):
             prefix = "" if layer is None else f"layers.{layer}."
             params = program.bodies[run.body].params
-            for name, param in params.items():
-                _check_fit(prefix + name, tensors, local_shape(program, param, rank), param.dtype, rank)
-            found[run.body, layer] = {name: tensors[prefix + name] for name in params}
+            slots: Mapping[str, Tensor] = {}
+            if layer is not None and cached_params(program, program.bodies[run.body]):
+                slots = _slots(program, cache, layer)
+            for name in params.keys() - slots.keys():
+                _check_fit(prefix + name, tensors, local_shape(program, params[name], rank), params[name].dtype, rank)
+            held = {name: tensors[prefix + name] for name in params.keys() - slots.keys()}
+            found[run.body, layer] = {**held, **slots}
     return Weights(found)
+
+
+def _slots(program: Program, cache: ExpertCache | None, layer: int) -> Mapping[str, Tensor]:
+    if cache is None:
+        raise _misfit(f"{program.phase} wants the experts of layer {layer} in slots, and there is no cache")
+    return cache.views(layer)
 
 
 def local_shape(program: Program, param: Param, rank: int) -> tuple[int, ...]:

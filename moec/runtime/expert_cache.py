@@ -58,7 +58,7 @@ class ExpertCache:
         dtype = DTYPES[self.contents.dtype]
         for name, shape in self.contents.layers[self._index[layer]].parameters:
             size = torch.Size(shape).numel() * dtype.itemsize
-            found[name] = self.arena[:, start : start + size].view(dtype).unflatten(1, shape)
+            found[name] = self.arena[:, start : start + size].view(dtype).view(-1, *shape)
             start += size
         return found
 
@@ -95,15 +95,14 @@ class ExpertCache:
         for use in uses:
             if use.is_loaded and use.slot not in taken:
                 self._begin(index, use)
-            elif not use.is_loaded and (transfer := self._moving.get(use.slot)) is not None:
-                if not transfer.is_done:
-                    self.arrivals.late += 1
-                    transfer.promote()
+            elif not use.is_loaded and not self._is_there(use):
+                self.arrivals.late += 1
+                self._moving[use.slot].promote()
             taken.add(use.slot)
         return {use.expert: use.slot for use in uses}
 
     def serve(self, layer: int) -> Iterator[int]:
-        """The experts that `demand` claimed, each once it is in its slot, which it keeps until the next one is asked for.
+        """The experts that `demand` claimed, each once it is in its slot, where it stays until the next is asked for.
 
         Raises:
             MoecError: an expert could not be read.

@@ -18,6 +18,7 @@ from moec.diagnostics import fail
 from moec.ir import Program, op_of
 from moec.runtime import (
     collectives,
+    kernels_cache,
     kernels_torch,
     kernels_torch_attention,
     kernels_torch_exchange,
@@ -48,7 +49,8 @@ KERNELS: dict[str, dict[str, Kernel]] = {
         **_named(kernels_torch_pairs, "combine"),
         **_named(collectives, "exchange_counts", "all_to_all_start", "all_to_all_wait", "exchange_sizes"),
         **_named(collectives, "all_gather_rows", "reduce_scatter_rows", "all_reduce", "all_gather", "relayout"),
-        **_named(collectives, "send", "receive"),
+        **_named(collectives, "send", "receive", "sum_counts"),
+        **_named(kernels_cache, "guess", "count_experts", "prefetch_start", "prefetch_wait", "cached_experts"),
     },
     "triton": _named(kernels_triton, "grouped_gate_up"),
 }
@@ -60,6 +62,7 @@ TIMED = {
     "gate_up": "dense",
     "grouped_gate_up": "experts",
     "grouped_linear": "experts",
+    "cached_experts": "experts",
 }
 
 

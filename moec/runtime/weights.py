@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moec.cache_sizes import cached_params
 from moec.checkpoint_map import Block, Shape, Sources, open_sources
-from moec.ir import Param, Program
+from moec.ir import Param, Program, full_name
 from moec.layout import Placed, Replicate, Shard
 from moec.mesh import Mesh
 from moec.placement import Placement
@@ -37,12 +38,30 @@ def wanted(programs: Sequence[Program]) -> dict[str, Param]:
     found: dict[str, Param] = {}
     for program in programs:
         for run in program.runs:
-            for name, param in program.bodies[run.body].params.items():
-                for prefix in [f"layers.{layer}." for layer in run.layers] or [""]:
-                    full = replace(param, parts=tuple(prefix + part for part in param.parts))
-                    if found.setdefault(prefix + name, full) != full:
-                        raise AssertionError(f"{prefix + name} has another layout in {program.phase}")
+            for layer in run.layers or (None,):
+                _collect(found, program, program.bodies[run.body].params, layer)
     return found
+
+
+def _collect(found: dict[str, Param], program: Program, params: Mapping[str, Param], layer: int | None) -> None:
+    for name, param in params.items():
+        full, whole = param, name
+        if layer is not None:
+            whole = f"layers.{layer}.{name}"
+            full = replace(param, parts=tuple(full_name(part, layer) for part in param.parts))
+        if found.setdefault(whole, full) != full:
+            raise AssertionError(f"{whole} has another layout in {program.phase}")
+
+
+def cached(programs: Sequence[Program]) -> set[str]:
+    """Of the names in `wanted`, those that programs read from slots of an expert cache."""
+    return {
+        f"layers.{layer}.{name}"
+        for program in programs
+        for body in program.bodies.values()
+        for name in cached_params(program, body)
+        for layer in program.layers_of(body.name)
+    }
 
 
 def logical_shapes(params: Mapping[str, Param]) -> dict[str, Shape]:
@@ -58,11 +77,12 @@ def load_rank(
     progress: Progress | None = None,
     others: Sequence[Program] = (),
 ) -> dict[str, Tensor]:
-    """The tensors of `rank` for `programs`, by the names of `wanted`. Raises E0701 to E0746.
+    """The tensors of `rank` for `programs`, by the names of `wanted` but the cached. Raises E0701 to E0746.
 
     `others`: programs of the model's other pipeline stages, which account for the rest of the checkpoint.
     """
-    params = wanted(programs)
+    away = cached(programs)
+    params = {name: param for name, param in wanted(programs).items() if name not in away}
     sources = open_sources(folder, logical_shapes(wanted([*programs, *others])))
     placements = {name: table for program in programs for name, table in program.placements.items()}
     return load(sources, params, programs[0].mesh, placements, rank, device, progress)
@@ -92,7 +112,7 @@ def load(
             shape = _local_shape(param, mesh, placements, rank)
             tensor = tensors[param] = torch.empty(shape, dtype=TORCH_DTYPES[param.dtype], device=device)
             filled = 0
-            for block, rows, columns, target in _pieces(sources, param, tensor, mesh, placements, rank):
+            for block, rows, columns, target in pieces(sources, param, tensor, *cut(param, mesh, placements, rank)):
                 reader.read(block, rows, columns, target)
                 filled += target.numel()
                 done += target.numel() * target.element_size()
@@ -116,7 +136,7 @@ def _part_shape(param: Param) -> Shape:
     return tuple(shape)
 
 
-def _cut(
+def cut(
     param: Param, mesh: Mesh, placements: Mapping[str, Placement], rank: int
 ) -> tuple[list[range], tuple[int, ...]]:
     """The ranges of one part that `rank` holds, by dim, and for a stack of experts the ids it holds, in slot order."""
@@ -136,7 +156,7 @@ def _cut(
 
 
 def _local_shape(param: Param, mesh: Mesh, placements: Mapping[str, Placement], rank: int) -> Shape:
-    ranges, experts = _cut(param, mesh, placements, rank)
+    ranges, experts = cut(param, mesh, placements, rank)
     shape = [len(held) for held in ranges]
     if experts or len(shape) == 3:
         shape[0] = len(experts)
@@ -148,11 +168,13 @@ def _local_bytes(param: Param, mesh: Mesh, placements: Mapping[str, Placement], 
     return math.prod(_local_shape(param, mesh, placements, rank)) * TORCH_DTYPES[param.dtype].itemsize
 
 
-def _pieces(
-    sources: Sources, param: Param, tensor: Tensor, mesh: Mesh, placements: Mapping[str, Placement], rank: int
+def pieces(
+    sources: Sources, param: Param, tensor: Tensor, ranges: Sequence[range], experts: Sequence[int]
 ) -> Iterator[tuple[Block, range, range, Tensor]]:
-    """Block, its rows and columns, and where in `tensor` they go, as a matrix; a vector is one column."""
-    ranges, experts = _cut(param, mesh, placements, rank)
+    """Block, its rows and columns, and where in `tensor` they go, as a matrix; a vector is one column.
+
+    `tensor` holds `experts` of the parameter, within `ranges` (see `cut`).
+    """
     for part, target in zip(param.parts, tensor.chunk(len(param.parts), param.dim), strict=True):
         if len(ranges) == 3:
             for slot, expert in enumerate(experts):

@@ -36,8 +36,11 @@ class ShardReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for descriptor in self._files.values():
-            os.close(descriptor)
+        self.close()
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
 
     def read(self, block: Block, rows: range, columns: range, target: Tensor) -> None:
         """Read `block[rows, columns]` into the matrix `target`, converted to its dtype, and check it."""
