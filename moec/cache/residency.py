@@ -119,14 +119,14 @@ class Residency:
             uses += self._load(layer, misses)
         return uses
 
-    def prefetch(self, layer: int, experts: Sequence[int]) -> list[Load]:
-        """Load the guesses that are not resident, the best guess first.
+    def prefetch(self, layer: int, experts: Sequence[int], most: int | None = None) -> list[Load]:
+        """Load the guesses that are not resident, the best guess first, and at most `most` of them.
 
         Nothing gives way that is pinned, wanted by the latest look-up, guessed for a look-up to come, or among these
         guesses. Where no slot is left the rest is skipped.
         """
         self._check(layer, experts)
-        missing = [expert for expert in dict.fromkeys(experts) if expert not in self._tables[layer]]
+        missing = [expert for expert in dict.fromkeys(experts) if expert not in self._tables[layer]][:most]
         kept = self._wanted.union((layer, expert) for expert in experts) if missing else self._wanted
         places = self._places(layer, len(missing), kept)
         loads = [Load(expert, slot, gone) for expert, (slot, gone) in zip(missing, places, strict=False)]

@@ -1,0 +1,82 @@
+"""The best that any policy can do: who is needed again last of all, leaves (Belady 1966).
+
+A step's look-ups of a layer are simultaneous, so a victim is never one of them. Experts of a layer are equally large,
+and a miss must be loaded, so this makes the fewest misses; a test holds it against trying out every choice.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+from moec.cache.policy import Key, Scope
+
+#: Later than everything.
+NEVER = 1 << 62
+#: Heaps are cleared of outdated entries when they have grown to this many times what is in them.
+SLACK = 4
+
+
+class Belady:
+    """Knows all look-ups beforehand: `steps[i][layer]` are the distinct experts that step i looks up.
+
+    It must be driven with exactly these, in this order; ValueError says that it is not.
+    """
+
+    def __init__(self, steps: Sequence[Sequence[Sequence[int]]], scope: Scope = "layer") -> None:
+        self.scope: Scope = scope
+        self._coming: defaultdict[Key, list[int]] = defaultdict(list)  # times of look-ups to come, the next one last
+        times = range(sum(map(len, steps)) - 1, -1, -1)
+        backwards = ((layer, experts) for step in reversed(steps) for layer, experts in reversed(list(enumerate(step))))
+        for time, (layer, experts) in zip(times, backwards, strict=True):
+            for expert in experts:
+                self._coming[layer, expert].append(time)
+        self._next: dict[Key, int] = {}  # of keys that may leave
+        self._heaps: defaultdict[int, list[tuple[int, Key]]] = defaultdict(list)  # (-time, key), some outdated
+
+    def use(self, layer: int, experts: Sequence[int]) -> None:
+        for expert in experts:
+            key = layer, expert
+            if not self._coming[key]:
+                raise ValueError(f"layer {layer}, expert {expert}: one look-up more than was foreseen")
+            self._coming[key].pop()
+            if key in self._next:
+                self.admit(key)
+
+    def admit(self, key: Key) -> None:
+        heap = self._heaps[self._pool(key[0])]
+        self._next[key] = time = self._time(key)
+        heapq.heappush(heap, (-time, key))
+        if len(heap) > SLACK * len(self._next) + 64:
+            heap[:] = sorted({entry for entry in heap if self._is_current(entry)})
+
+    def drop(self, key: Key) -> None:
+        del self._next[key]
+
+    def victims(self, layer: int, count: int, kept: Collection[Key]) -> list[Key]:
+        heap = self._heaps[self._pool(layer)]
+        seen: list[tuple[int, Key]] = []
+        found: list[Key] = []
+        while heap and len(found) < count:
+            entry = heapq.heappop(heap)
+            if self._is_current(entry) and entry not in seen[-1:]:
+                seen.append(entry)
+                if entry[1] not in kept:
+                    found.append(entry[1])
+        for entry in seen:
+            heapq.heappush(heap, entry)
+        return found
+
+    def order(self, layer: int, experts: Sequence[int]) -> list[int]:
+        return sorted(experts, key=lambda expert: (-self._time((layer, expert)), expert))
+
+    def _time(self, key: Key) -> int:
+        coming = self._coming[key]
+        return coming[-1] if coming else NEVER
+
+    def _is_current(self, entry: tuple[int, Key]) -> bool:
+        return self._next.get(entry[1]) == -entry[0]
+
+    def _pool(self, layer: int) -> int:
+        return layer if self.scope == "layer" else 0

@@ -1,0 +1,78 @@
+"""Predictors: which experts a later layer of the same step will look up, the best guess first.
+
+They work on rows per expert, added up over the tokens of a step and over all ranks, as the run time has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+class Predictor(Protocol):
+    def guess(self, step: int, layer: int, counts: Array, ahead: int) -> list[int]:
+        """Experts of the layer `layer + ahead`, from the rows that each expert of `layer` has, `counts` [E]."""
+        ...
+
+
+def most_rows_first(counts: Sequence[int]) -> list[int]:
+    """Experts that have rows, those with the most first, then by number: the order in which guesses are fetched."""
+    return sorted((e for e, rows in enumerate(counts) if rows), key=lambda e: (-counts[e], e))
+
+
+class NextRouter:
+    """What the later layer's router said when it was applied early, as a trace recorded it.
+
+    `predicted_ids` [L, tokens, j], -1 where there was no guess; step i has the tokens from `step_starts[i]` on.
+    """
+
+    def __init__(self, predicted_ids: Array, step_starts: Array, num_experts: int) -> None:
+        self._ids, self._starts, self._num_experts = predicted_ids, step_starts, num_experts
+
+    def guess(self, step: int, layer: int, counts: Array, ahead: int) -> list[int]:
+        ids = self._ids[layer + ahead, self._starts[step] : self._starts[step + 1]].ravel()
+        return most_rows_first(np.bincount(ids[ids >= 0], minlength=self._num_experts).tolist())
+
+
+class History:
+    """What used to follow: how often a token that chose expert i of layer l chose j of layer l + ahead, in a trace.
+
+    An expert's score is the sum over the rows of this step of the share in which it followed, as each row's own
+    choices would vote. Scores are fractions of whole counts; equal ones go by number.
+    """
+
+    def __init__(self, expert_ids: Array, num_experts: int, ahead: int = 1) -> None:
+        """Learn from `expert_ids` [L, tokens, k]. Raises ValueError where there is no layer so far ahead."""
+        if not 0 < ahead < len(expert_ids):
+            raise ValueError(f"history of {ahead} layers ahead in a trace of {len(expert_ids)} layers")
+        self.ahead = ahead
+        self._share = np.stack(
+            [
+                _followed(first, second, num_experts)
+                for first, second in zip(expert_ids[:-ahead], expert_ids[ahead:], strict=True)
+            ]
+        )
+
+    def guess(self, step: int, layer: int, counts: Array, ahead: int) -> list[int]:
+        """As `Predictor`; `ahead` must be the learned one (ValueError)."""
+        if ahead != self.ahead:
+            raise ValueError(f"history was learned for {self.ahead} layers ahead, not {ahead}")
+        if layer >= len(self._share):
+            return []
+        scores = counts @ self._share[layer]
+        order = np.argsort(-scores, kind="stable")
+        found: list[int] = order[: np.count_nonzero(scores)].tolist()
+        return found
+
+
+def _followed(first_TK: Array, second_TK: Array, num_experts: int) -> Array:
+    """[E, E]: of the choices two layers made for the same tokens, the share of j in the second after i in the first."""
+    pairs = first_TK.astype(np.int64)[:, :, None] * num_experts + second_TK[:, None, :]
+    counts = np.bincount(pairs.ravel(), minlength=num_experts**2).reshape(num_experts, num_experts)
+    found: Array = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    return found

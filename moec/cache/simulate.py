@@ -1,0 +1,166 @@
+"""A recorded trace through the cache of one rank: the same state machine and policies as the run time, no bytes moved.
+
+Per step and layer, in this order: the look-up, then the guess for a later layer, or the other way round where the
+Program starts its copies before the layer's own experts are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moec.cache.belady import Belady
+from moec.cache.policies import policy_named
+from moec.cache.policy import Key, Policy, Scope
+from moec.cache.predictors import Predictor
+from moec.cache.residency import Counters, Residency
+from moec.cache.trace import Trace
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """What every layer of the Program that has one `ahead` layers later does: at most `most` loads for that layer.
+
+    `layers`: those that do so, all of them if None. `is_early`: before the layer's own look-up.
+    """
+
+    predictor: Predictor
+    ahead: int
+    most: int
+    layers: Collection[int] | None = None
+    is_early: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What happened on a rank: counters of each layer; `active`, `demanded` and `fetched` are experts [steps, layers].
+
+    `active` were looked up, `demanded` of them loaded on demand; `fetched` were loaded on a guess for that layer.
+    """
+
+    counters: tuple[Counters, ...]
+    active: Array
+    demanded: Array
+    fetched: Array
+
+    @property
+    def lookups(self) -> int:
+        return sum(c.lookups for c in self.counters)
+
+    @property
+    def hits(self) -> int:
+        return sum(c.hits for c in self.counters)
+
+    @property
+    def misses(self) -> int:
+        return sum(c.misses for c in self.counters)
+
+    @property
+    def transfers(self) -> int:
+        return self.misses + sum(c.prefetches for c in self.counters)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of look-ups; 1 where there were none."""
+        return self.hits / self.lookups if self.lookups else 1.0
+
+    def moved_bytes(self, expert_bytes: Sequence[int]) -> int:
+        """Bytes copied into slots; `expert_bytes[layer]` is the size of one expert."""
+        return sum((c.misses + c.prefetches) * size for c, size in zip(self.counters, expert_bytes, strict=True))
+
+
+def simulate(
+    trace: Trace,
+    policy: Policy,
+    slots: int,
+    held: Sequence[Collection[int]] | None = None,
+    pinned: Collection[Key] = (),
+    initial: Iterable[Key] = (),
+    prefetch: Prefetch | None = None,
+) -> Outcome:
+    """Run a trace through a new cache of one rank with `slots` per layer.
+
+    `held[layer]`: the experts of this rank, all of them if None; look-ups of others are other ranks' business.
+    `initial`: what is loaded beforehand, uncounted, the best first. Raises ValueError as `Residency` does.
+    """
+    held = held if held is not None else [range(trace.num_experts)] * trace.num_layers
+    residency = Residency(held, slots, policy, pinned)
+    residency.fill(initial)
+    steps = look_ups(trace, held)
+    run = _Run(trace, residency, held, prefetch)
+    for number, step in enumerate(steps):
+        run.step(number, step)
+    return Outcome(
+        tuple(residency.counters),
+        np.array([[len(experts) for experts in step] for step in steps], dtype=np.int64),
+        run.demanded,
+        run.fetched,
+    )
+
+
+def look_ups(trace: Trace, held: Sequence[Collection[int]] | None = None) -> list[list[list[int]]]:
+    """Distinct experts of this rank, ascending, that each step looks up in each layer: [step][layer]."""
+    starts = trace.step_starts
+    if (np.diff(starts) == 1).all():
+        found: list[list[list[int]]] = np.sort(trace.expert_ids.swapaxes(0, 1), axis=2).tolist()
+    else:
+        ranges = zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+        found = [[np.unique(ids[start:end]).tolist() for ids in trace.expert_ids] for start, end in ranges]
+    if held is None or all(len(experts) == trace.num_experts for experts in held):
+        return found
+    mine = [frozenset(experts) for experts in held]
+    return [[[e for e in row if e in own] for row, own in zip(step, mine, strict=True)] for step in found]
+
+
+def policy_for(
+    name: str, trace: Trace, held: Sequence[Collection[int]] | None = None, popularity: Trace | None = None
+) -> Policy:
+    """A policy by its name for a run of `trace`, `belady` (and `belady_rank`, all slots of the rank in one pool) too.
+
+    `popularity` is the trace that `trace` goes by, the one that is run if None: then it is a hindsight figure.
+    Raises ValueError for a name that is none.
+    """
+    if name in ("belady", "belady_rank"):
+        scope: Scope = "layer" if name == "belady" else "rank"
+        return Belady(look_ups(trace, held), scope)
+    return policy_named(name, trace.num_layers, trace.num_experts, popularity_of(popularity or trace).tolist())
+
+
+def popularity_of(trace: Trace) -> Array:
+    """How often each expert was chosen: [layers, experts]."""
+    return np.stack([np.bincount(ids.ravel(), minlength=trace.num_experts) for ids in trace.expert_ids])
+
+
+class _Run:
+    def __init__(
+        self, trace: Trace, residency: Residency, held: Sequence[Collection[int]], prefetch: Prefetch | None
+    ) -> None:
+        self.trace, self.residency, self.prefetch = trace, residency, prefetch
+        self.held = [frozenset(experts) for experts in held]
+        self.demanded, self.fetched = (np.zeros((trace.num_steps, trace.num_layers), np.int64) for _ in range(2))
+
+    def step(self, number: int, looked_up: Sequence[Sequence[int]]) -> None:
+        for layer, experts in enumerate(looked_up):
+            if self.prefetch is not None and self.prefetch.is_early:
+                self._guess(self.prefetch, number, layer)
+            if experts:
+                uses = self.residency.demand(layer, experts)
+                self.demanded[number, layer] = sum(use.is_loaded for use in uses)
+            if self.prefetch is not None and not self.prefetch.is_early:
+                self._guess(self.prefetch, number, layer)
+
+    def _guess(self, prefetch: Prefetch, step: int, layer: int) -> None:
+        later = layer + prefetch.ahead
+        if later >= self.trace.num_layers or not (prefetch.layers is None or layer in prefetch.layers):
+            return
+        start, end = self.trace.step_starts[step : step + 2]
+        counts = np.bincount(self.trace.expert_ids[layer, start:end].ravel(), minlength=self.trace.num_experts)
+        guessed = prefetch.predictor.guess(step, layer, counts, prefetch.ahead)
+        mine = [expert for expert in guessed if expert in self.held[later]]
+        self.fetched[step, later] += len(self.residency.prefetch(later, mine, prefetch.most))
