@@ -1,0 +1,472 @@
+"""The copier: what overtakes what, what is stopped, and what is told; without clocks, by tiers that wait for the test."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from moec.diagnostics import MoecError, fail
+from moec.runtime.expert_copier import Copier
+from moec.runtime.expert_file import Key
+from moec.runtime.expert_lane import Transfer
+from moec.runtime.expert_pace import Link, Rate, SystemClock
+from moec.runtime.expert_tiers import HostTier, open_nvme
+from tests.expert_blobs import CONTENTS, Checkpoint, Notes, blob, flip
+
+SECONDS = 60
+A, B, C, D = (0, 1), (0, 2), (0, 3), (1, 1)
+PIECES, PIECE_BYTES = 3, 4
+
+
+class Gated:
+    """A tier of experts of three pieces, each of which waits until the test lets it on. Expert e is made of bytes e."""
+
+    name = "gated"
+
+    def __init__(self, rate: Rate | None = None, layers: tuple[int, ...] = (0, 1)) -> None:
+        self.rate, self.layers = rate, layers
+        self.begun: queue.SimpleQueue[tuple[Key, int]] = queue.SimpleQueue()
+        self.allowed = threading.Semaphore(0)
+        self.failing: dict[Key, Exception] = {}
+
+    def bytes_of(self, key: Key) -> int | None:
+        return PIECES * PIECE_BYTES if key[0] in self.layers else None
+
+    def pieces(self, key: Key, into: Tensor) -> Iterator[int]:
+        for piece in range(PIECES):
+            if piece:
+                yield piece * PIECE_BYTES
+            self.begun.put((key, piece))
+            assert self.allowed.acquire(timeout=SECONDS)
+            if key in self.failing:
+                raise self.failing[key]
+            into[piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES] = key[1]
+
+    def next(self) -> tuple[Key, int]:
+        """The piece that begins next."""
+        return self.begun.get(timeout=SECONDS)
+
+    def let(self, pieces: int = 1) -> None:
+        self.allowed.release(pieces)
+
+    def let_all(self) -> None:
+        self.allowed.release(1000)
+
+
+def slot() -> Tensor:
+    return torch.zeros(PIECES * PIECE_BYTES, dtype=torch.uint8)
+
+
+def is_whole(into: Tensor, key: Key) -> bool:
+    return into.tolist() == [key[1]] * PIECES * PIECE_BYTES
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("experts-")]
+
+
+@pytest.fixture
+def gated() -> Iterator[Gated]:
+    tier = Gated()
+    yield tier
+    tier.let_all()
+    assert threads() == []
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_demand_overtakes_a_prefetch_between_two_pieces(gated: Gated) -> None:
+    ahead, needed = slot(), slot()
+    with Copier([gated]) as copier:
+        prefetch = copier.start(A, ahead, is_demand=False)
+        assert gated.next() == (A, 0)
+        demand = copier.start(B, needed, is_demand=True)
+        gated.let_all()
+        assert [gated.next() for _ in range(5)] == [(B, 0), (B, 1), (B, 2), (A, 1), (A, 2)]
+        demand.wait()
+        prefetch.wait()
+        lane = copier.lanes[0]
+        assert (lane.num_overtaken, lane.num_transfers, lane.num_bytes, lane.dropped_bytes) == (1, 2, 24, 0)
+    assert is_whole(ahead, A)
+    assert is_whole(needed, B)
+
+
+def test_a_demand_is_there_before_the_prefetch_it_overtook(gated: Gated) -> None:
+    with Copier([gated]) as copier:
+        prefetch = copier.start(A, slot(), is_demand=False)
+        gated.next()
+        demand = copier.start(B, slot(), is_demand=True)
+        gated.let(4)
+        demand.wait()
+        assert (demand.is_done, prefetch.is_done) == (True, False)
+        gated.let_all()
+        prefetch.wait()
+        assert prefetch.is_done
+
+
+def test_equals_are_served_in_the_order_they_were_asked_for(gated: Gated) -> None:
+    with Copier([gated]) as copier:
+        copier.start(A, slot(), is_demand=True)
+        assert gated.next() == (A, 0)
+        last = copier.start(D, slot(), is_demand=False)
+        for key in (B, C):
+            copier.start(key, slot(), is_demand=True)
+        gated.let_all()
+        assert [gated.next()[0] for _ in range(11)] == [A, A, B, B, B, C, C, C, D, D, D]
+        last.wait()
+
+
+def test_a_promoted_prefetch_goes_behind_the_demands_and_before_the_prefetches(gated: Gated) -> None:
+    with Copier([gated]) as copier:
+        copier.start(A, slot(), is_demand=False)
+        assert gated.next() == (A, 0)
+        copier.start(B, slot(), is_demand=False)
+        promoted = copier.start(C, slot(), is_demand=False)
+        copier.start(D, slot(), is_demand=True)
+        promoted.promote()
+        promoted.promote()
+        gated.let_all()
+        assert [gated.next()[0] for _ in range(11)] == [D, D, D, C, C, C, A, A, B, B, B]
+        assert promoted.is_demand
+        promoted.wait()
+        promoted.promote()
+
+
+def test_a_prefetch_goes_on_where_it_is_when_it_is_promoted_meanwhile(gated: Gated) -> None:
+    into = slot()
+    with Copier([gated]) as copier:
+        promoted = copier.start(A, into, is_demand=False)
+        assert gated.next() == (A, 0)
+        promoted.promote()
+        copier.start(B, slot(), is_demand=True)
+        gated.let_all()
+        assert [gated.next() for _ in range(3)] == [(A, 1), (A, 2), (B, 0)]
+        promoted.wait()
+    assert is_whole(into, A)
+
+
+def test_what_is_waited_for_is_a_demand(gated: Gated) -> None:
+    with Copier([gated]) as copier:
+        copier.start(A, slot(), is_demand=False)
+        assert gated.next() == (A, 0)
+        wanted = copier.start(B, slot(), is_demand=False)
+        waiting = threading.Thread(target=wanted.wait)
+        waiting.start()
+        while not wanted.is_demand:  # set by the other thread, once it waits
+            threading.Event().wait(0.001)
+        gated.let_all()
+        assert gated.next() == (B, 0)
+        waiting.join(SECONDS)
+        assert wanted.is_done
+
+
+def test_tiers_do_not_wait_for_each_other() -> None:
+    slow, quick = Gated(layers=(0,)), Gated(layers=(0, 1))
+    quick.let_all()
+    with Copier([slow, quick]) as copier:
+        blocked = copier.start(A, slot(), is_demand=True)
+        assert slow.next() == (A, 0)
+        copier.start(D, slot(), is_demand=False).wait()
+        assert not blocked.is_done
+        assert len(threads()) == 2
+        slow.let_all()
+        blocked.wait()
+    assert threads() == []
+
+
+# --- stopping ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_cancelled_in_the_queue_never_begins(gated: Gated) -> None:
+    into = slot()
+    with Copier([gated]) as copier:
+        first = copier.start(A, slot(), is_demand=True)
+        gated.next()
+        unwanted = copier.start(B, into, is_demand=False)
+        assert unwanted.cancel()
+        assert unwanted.cancel()
+        gated.let_all()
+        first.wait()
+        copier.start(C, slot(), is_demand=False).wait()
+        assert [gated.next()[0] for _ in range(5)] == [A, A, C, C, C]
+        with pytest.raises(AssertionError, match=r"\(0, 2\) was cancelled"):
+            unwanted.wait()
+    assert not into.any()
+
+
+def test_what_is_cancelled_between_two_pieces_writes_no_other(gated: Gated) -> None:
+    into = slot()
+    with Copier([gated]) as copier:
+        unwanted = copier.start(A, into, is_demand=False)
+        gated.next()
+        demand = copier.start(B, slot(), is_demand=True)
+        gated.let()
+        assert gated.next() == (B, 0)
+        assert unwanted.cancel()
+        refilled = copier.start(C, into, is_demand=True)
+        gated.let_all()
+        demand.wait()
+        refilled.wait()
+        assert copier.lanes[0].dropped_bytes == PIECE_BYTES
+    assert is_whole(into, C)
+
+
+def test_cancelling_waits_for_the_piece_that_is_under_way(gated: Gated) -> None:
+    into, seen, asked = slot(), list[tuple[bool, list[int]]](), threading.Event()
+
+    def cancel(transfer: Transfer) -> None:
+        asked.set()
+        seen.append((transfer.cancel(), into.tolist()))
+
+    with Copier([gated]) as copier:
+        unwanted = copier.start(A, into, is_demand=False)
+        gated.next()
+        thread = threading.Thread(target=cancel, args=[unwanted])
+        thread.start()
+        asked.wait(SECONDS)
+        while not unwanted.is_done:  # cancelled, with its piece still under way
+            threading.Event().wait(0.001)
+        assert (seen, into.any().item()) == ([], False)
+        gated.let()
+        thread.join(SECONDS)
+        copier.start(B, slot(), is_demand=True)
+        gated.let_all()
+        assert gated.next() == (B, 0)
+    assert seen == [(True, [1] * PIECE_BYTES + [0] * 2 * PIECE_BYTES)]
+    assert into.tolist() == seen[0][1]
+
+
+def test_what_is_whole_is_not_stopped(gated: Gated) -> None:
+    into = slot()
+    gated.let_all()
+    with Copier([gated]) as copier:
+        done = copier.start(A, into, is_demand=True)
+        done.wait()
+        assert not done.cancel()
+        done.wait()
+    assert is_whole(into, A)
+
+
+def test_closing_drops_what_is_pending_and_ends_the_threads(gated: Gated) -> None:
+    copier = Copier([gated])
+    under_way = copier.start(A, slot(), is_demand=True)
+    assert gated.next() == (A, 0)
+    others = [copier.start(key, slot(), is_demand=key == B) for key in (B, C)]
+    closing = threading.Thread(target=copier.close)
+    closing.start()
+    for transfer in [*others, under_way]:
+        with pytest.raises(AssertionError, match="was cancelled"):
+            transfer.wait()
+    gated.let()
+    closing.join(SECONDS)
+    assert threads() == []
+    assert gated.begun.empty()
+    with pytest.raises(AssertionError, match="the copier is closed"):
+        copier.start(D, slot(), is_demand=True)
+    copier.close()
+
+
+def test_an_error_of_the_caller_ends_the_threads_too(gated: Gated) -> None:
+    gated.let_all()
+    with pytest.raises(ZeroDivisionError), Copier([gated]) as copier:
+        copier.start(A, slot(), is_demand=False)
+        assert threads() == ["experts-gated"]
+        raise ZeroDivisionError
+    assert threads() == []
+
+
+def test_a_thread_that_cannot_start_ends_those_that_did(gated: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, list[str]()
+
+    def start_one(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread.name)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Copier([gated, gated])
+    assert (started, threads()) == (["experts-gated"], [])
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [fail("E0643", "gone"), ValueError("no such luck")], ids=["told", "unforeseen"])
+def test_an_error_reaches_who_waits_and_nobody_else(gated: Gated, error: Exception) -> None:
+    gated.failing[A] = error
+    gated.let_all()
+    with Copier([gated]) as copier:
+        failed, other = (copier.start(key, slot(), is_demand=False) for key in (A, B))
+        other.wait()
+        for _ in range(2):
+            with pytest.raises(type(error)) as caught:
+                failed.wait()
+            assert caught.value is error
+        assert failed.is_done
+        assert failed.cancel()
+        assert copier.lanes[0].num_transfers == 1
+
+
+def test_a_slot_must_fit_and_be_free(gated: Gated) -> None:
+    into = slot()
+    with Copier([gated]) as copier:
+        with pytest.raises(AssertionError, match="no tier has the expert"):
+            copier.start((7, 0), into, is_demand=True)
+        with pytest.raises(AssertionError, match="has 11 bytes, the expert 12"):
+            copier.start(A, into[:-1], is_demand=True)
+        first = copier.start(A, into, is_demand=False)
+        with pytest.raises(AssertionError, match=r"is still being filled with \(0, 1\)"):
+            copier.start(B, into, is_demand=True)
+        gated.let_all()
+        first.wait()
+        copier.start(B, into, is_demand=True).wait()
+    assert is_whole(into, B)
+
+
+# --- real tiers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_slot_ever_holds_wrong_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Slots are filled, given up and filled anew in an order drawn by lot, from two tiers, of which one is damaged."""
+    for module in ("expert_file", "expert_tiers"):
+        monkeypatch.setattr(f"moec.runtime.{module}.PIECE_BYTES", 1024)
+    drawn, checkpoint = random.Random(seed), Checkpoint()
+    host, nvme = HostTier(CONTENTS, [(1, 1)], checkpoint), open_nvme(tmp_path, CONTENTS, checkpoint, warn=Notes())
+    flip(tmp_path / CONTENTS.file_name, CONTENTS.places[0, 5].start)
+    with torch.inference_mode():  # as the rank's own tensors may be
+        arena = torch.zeros(4, CONTENTS.blob_bytes(1), dtype=torch.uint8)
+    held: dict[int, Transfer] = {}
+    with Copier([host, nvme]) as copier:
+        for _ in range(300):
+            place, key = drawn.randrange(4), drawn.choice(CONTENTS.keys)
+            if (before := held.pop(place, None)) is not None:
+                what = drawn.choice(["cancel", "wait", "promote"])
+                if what == "promote":
+                    before.promote()
+                if what == "cancel" and before.cancel():
+                    left = before.into.clone()
+                    for other in [(1, 1), (1, 2)]:  # both threads go on
+                        copier.start(other, torch.zeros_like(arena[0]), is_demand=True).wait()
+                    assert torch.equal(before.into, left)
+                else:
+                    before.wait()
+                    assert torch.equal(before.into, blob(before.key))
+            into = arena[place, : CONTENTS.blob_bytes(key[0])]
+            held[place] = copier.start(key, into, is_demand=drawn.random() < 0.5)
+        for transfer in held.values():
+            transfer.wait()
+            assert torch.equal(transfer.into, blob(transfer.key))
+    nvme.close()
+    assert nvme.num_rereads > 0
+
+
+def test_an_expert_that_is_nowhere_ends_the_wait_for_it(tmp_path: Path) -> None:
+    checkpoint = Checkpoint()
+    nvme = open_nvme(tmp_path, CONTENTS, checkpoint, warn=Notes())
+    flip(tmp_path / CONTENTS.file_name, CONTENTS.places[0, 5].start)
+    checkpoint.is_lost = True
+    with Copier([nvme]) as copier:
+        transfer = copier.start((0, 5), torch.zeros(CONTENTS.blob_bytes(0), dtype=torch.uint8), is_demand=True)
+        with pytest.raises(MoecError, match=r"expert 5 of layers\.1 cannot be read: its expert file") as caught:
+            transfer.wait()
+    assert caught.value.diagnostics[0].code == "E0643"
+    nvme.close()
+
+
+# --- pace -------------------------------------------------------------------------------------------------------------
+
+
+class SetClock:
+    """A clock that stands where the test sets it. Waits are over at once, and noted."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.slept: queue.SimpleQueue[float] = queue.SimpleQueue()
+        self.waited: list[float] = []
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep_until(self, deadline: float) -> None:
+        self.slept.put(deadline)
+
+    def wait_until(self, deadline: float) -> None:
+        self.waited.append(deadline)
+
+
+#: Four bytes, which are a piece, take one second; the first of a transfer, three.
+SLOW = Rate(bandwidth=4.0, latency=2.0)
+
+
+def test_an_emulated_tier_keeps_its_latency_and_bandwidth() -> None:
+    gated, clock = Gated(SLOW), SetClock()
+    with Copier([gated], clock) as copier:
+        clock.time = 100.0
+        first = copier.start(A, slot(), is_demand=True)
+        second = copier.start(B, slot(), is_demand=True)
+        gated.let(6)
+        assert [clock.slept.get(timeout=SECONDS) for _ in range(6)] == [103, 104, 105, 108, 109, 110]
+        first.wait()
+        second.wait()
+        assert clock.waited == [105, 110]
+        clock.time = 109.9
+        assert (first.is_done, second.is_done) == (True, False)
+        clock.time = 120.0
+        third = copier.start(C, slot(), is_demand=True)
+        gated.let(3)
+        third.wait()
+        assert clock.waited == [105, 110, 125]
+
+
+def test_a_thread_that_is_late_makes_no_transfer_late() -> None:
+    """The second was asked for while the link was busy; that its copy begins at 500 changes nothing."""
+    gated, clock = Gated(SLOW), SetClock()
+    with Copier([gated], clock) as copier:
+        copier.start(A, slot(), is_demand=True)
+        second = copier.start(B, slot(), is_demand=True)
+        gated.next()
+        clock.time = 500.0
+        gated.let(6)
+        second.wait()
+    assert clock.waited == [10]
+
+
+def test_a_demand_that_overtakes_waits_for_the_piece_on_the_link_alone() -> None:
+    gated, clock = Gated(SLOW), SetClock()
+    with Copier([gated], clock) as copier:
+        prefetch = copier.start(A, slot(), is_demand=False)
+        gated.next()
+        clock.time = 1.0
+        demand = copier.start(B, slot(), is_demand=True)
+        gated.let(6)
+        demand.wait()
+        prefetch.wait()
+    assert clock.waited == [3 + 5, 3 + 5 + 2]
+
+
+def test_without_a_rate_nothing_is_due_later() -> None:
+    gated, clock = Gated(), SetClock()
+    gated.let_all()
+    with Copier([gated], clock) as copier:
+        copier.start(A, slot(), is_demand=True).wait()
+        assert (clock.waited, clock.slept.empty()) == ([], True)
+    assert Link(None).carry(1 << 40, 5.0, is_first=True) == 0.0
+
+
+def test_the_machines_clock_is_never_early() -> None:
+    clock = SystemClock()
+    for seconds in (0.0, 1e-5, 1e-4, 1e-3):
+        deadline = clock.now() + seconds
+        clock.wait_until(deadline)
+        assert clock.now() >= deadline
