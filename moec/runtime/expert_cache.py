@@ -11,22 +11,22 @@ Who is evicted follows from the order of these calls alone (`moec.cache.residenc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from moec.cache.predictors import History, most_rows_first
 from moec.cache.residency import Load, Residency, Use
 from moec.runtime.context import DTYPES
 from moec.runtime.expert_copier import Copier
-from moec.runtime.expert_file import Contents
+from moec.runtime.expert_file import Contents, Key
 from moec.runtime.expert_lane import Transfer
 
 #: Slots start at multiples of this, as torch's own tensors do.
 ALIGNMENT = 64
-#: Experts of the layer `ahead` of a layer, best guess first, from the rows of each expert that are counted there.
-Guess = Callable[[int, Sequence[int], int], Sequence[int]]
 
 
 @dataclass
@@ -41,9 +41,15 @@ class ExpertCache:
     """Slots, and the copies into them. Layers are model layer numbers here, and counted from 0 in `residency`."""
 
     def __init__(
-        self, layers: Sequence[int], contents: Contents, residency: Residency, copier: Copier, device: torch.device
+        self,
+        layers: Sequence[int],
+        contents: Contents,
+        residency: Residency,
+        copier: Copier,
+        device: torch.device,
+        history: History | None = None,
     ) -> None:
-        self.residency, self.copier, self.contents = residency, copier, contents
+        self.residency, self.copier, self.contents, self._history = residency, copier, contents, history
         self.arrivals = Arrivals()
         self._index = {layer: index for index, layer in enumerate(layers)}
         slot_bytes = max(contents.blob_bytes(index) for index in range(len(layers)))
@@ -51,6 +57,7 @@ class ExpertCache:
         self.arena = torch.empty(residency.num_slots, stride, dtype=torch.uint8, device=device)
         self._moving: dict[int, Transfer] = {}  # slot -> the copy into it that nobody has waited for yet
         self._uses: dict[int, list[Use]] = {}
+        self._experts = [frozenset(blobs.experts) for blobs in contents.layers]
 
     def views(self, layer: int) -> dict[str, Tensor]:
         """The parameters of a layer's experts, [slots, ...]: row s is the expert in slot s."""
@@ -62,27 +69,31 @@ class ExpertCache:
             start += size
         return found
 
-    def fill(self, experts: Sequence[int]) -> None:
-        """Give free slots to each layer's experts in the given order, and to pinned ones theirs, and wait for them."""
-        keys = [(index, e) for index in self._index.values() for e in experts if e in self._held(index)]
-        self.residency.fill(keys)
+    def fill(self, order: Sequence[Key]) -> None:
+        """Give free slots to the first of `order`, and wait until they and the pinned ones are there."""
+        self.residency.fill(order)
         for index in self._index.values():
             for expert in self.residency.resident(index):
                 slot = self.residency.slot_of(index, expert)
                 assert slot is not None
                 self._start(index, expert, slot, is_demand=True)
-        for transfer in list(self._moving.values()):
+        for transfer in self._moving.values():
             transfer.wait()
         self._moving.clear()
 
-    def prefetch(self, layer: int, experts: Sequence[int], most: int) -> None:
-        """Start copies of at most `most` of a layer's `experts`, the best guess first, that are in no slot."""
-        index = self._index[layer]
-        mine = [expert for expert in experts if expert in self._held(index)]
-        is_there = [self.residency.slot_of(index, expert) is not None for expert in mine]
-        missing = [expert for expert, there in zip(mine, is_there, strict=True) if not there][:most]
-        there = [expert for expert, there in zip(mine, is_there, strict=True) if there]
-        for load in self.residency.prefetch(index, [*missing, *there]):
+    def prefetch(self, layer: int, later: int, counts: Sequence[int], most: int, by: str) -> None:
+        """Start copies of at most `most` experts of layer `later` that are in no slot, the best guess first.
+
+        `counts`: rows per expert, as the later layer's router would have them, or by `history` those of `layer`.
+        """
+        index = self._index[later]
+        if by == "history":
+            assert self._history is not None
+            guessed = self._history.guess(0, self._index[layer], np.asarray(counts), self._history.ahead)
+        else:
+            guessed = most_rows_first(counts)
+        held = self._experts[index]
+        for load in self.residency.prefetch(index, [expert for expert in guessed if expert in held], most):
             self._begin(index, load)
 
     def demand(self, layer: int, experts: Sequence[int]) -> Mapping[int, int]:
@@ -143,6 +154,3 @@ class ExpertCache:
             before.cancel()
         into = self.arena[slot, : self.contents.blob_bytes(index)]
         self._moving[slot] = self.copier.start((index, expert), into, is_demand)
-
-    def _held(self, index: int) -> tuple[int, ...]:
-        return self.contents.layers[index].experts

@@ -47,12 +47,7 @@ def prefetch_start(ctx: Context, counts_E: Tensor, *, table: str, ahead: int, mo
     By `history`, `counts` are of this layer, and what used to follow them is fetched.
     """
     assert ctx.cache is not None and ctx.layer is not None
-    counts = counts_E.tolist()
-    if by == "history":
-        experts = ctx.cache.history(ctx.layer, counts)
-    else:
-        experts = sorted((e for e, rows in enumerate(counts) if rows), key=lambda e: (-counts[e], e))
-    ctx.cache.prefetch(ctx.layer + ahead, experts, most)
+    ctx.cache.prefetch(ctx.layer, ctx.layer + ahead, counts_E.tolist(), most, by)
     return counts_E.new_empty(0)
 
 

@@ -8,10 +8,13 @@ from pathlib import Path
 from torch import Tensor
 
 from moec.artifact import Artifact
+from moec.cache_files import CacheSettings
 from moec.checkpoint import Fingerprint, check_unchanged
 from moec.checkpoint_map import open_sources
 from moec.importer_match import check_declared
 from moec.runtime.executor import Executor
+from moec.runtime.expert_cache import ExpertCache
+from moec.runtime.expert_session import open_cache
 from moec.runtime.generate import Place
 from moec.runtime.groups import make_groups
 from moec.runtime.kv import allocate_kv
@@ -30,6 +33,7 @@ class Session:
     limits: Limits
     prefill_phase: Executor
     decode_phase: Executor
+    cache: ExpertCache | None = None
 
     def prefill(self, step: Step) -> Tensor:
         return self.prefill_phase.run(step)
@@ -37,21 +41,34 @@ class Session:
     def decode(self, step: Step) -> Tensor:
         return self.decode_phase.run(step)
 
+    def close(self) -> None:
+        """End the threads that copy experts."""
+        if self.cache is not None:
+            self.cache.close()
+
     def record(self, recorder: Recorder) -> None:
         """Have both phases record what they run."""
         self.prefill_phase.record(recorder)
         self.decode_phase.record(recorder)
 
 
-def open_session(artifact: Artifact, folder: Path, rank: Rank, progress: Progress | None = None) -> Session:
-    """Join the groups and load this rank's part of the weights in `folder`.
+def open_session(
+    artifact: Artifact,
+    folder: Path,
+    rank: Rank,
+    progress: Progress | None = None,
+    settings: CacheSettings | None = None,
+) -> Session:
+    """Join the groups and load this rank's part of the weights in `folder`, its cached experts into their tiers.
 
     Raises:
-        MoecError: E07 for weights that do not fit or cannot be read, E05 for a program that cannot run here.
+        MoecError: E07 for weights that do not fit or cannot be read, E05 for a program that cannot run here, E0640 to
+            E0644 for experts that cannot be brought to their tiers.
         PeerLost: a peer went away meanwhile.
     """
     mesh = artifact.prefill.mesh
-    programs = artifact.stages[rank.rank // mesh.size]
+    stage = rank.rank // mesh.size
+    programs = artifact.stages[stage]
     groups = make_groups(mesh, rank)
     rank.status.begin("load")
 
@@ -62,11 +79,15 @@ def open_session(artifact: Artifact, folder: Path, rank: Rank, progress: Progres
 
     tensors = load_rank(programs, folder, rank.rank, rank.device, read, artifact.programs)
     kv = allocate_kv(programs[0], rank.device)
+    sources = open_sources(folder, logical_shapes(wanted(artifact.programs)))
+    before = sum(len(earlier[0].sparse_layers) for earlier in artifact.stages[:stage])
+    cache = open_cache(programs, sources, rank, settings or CacheSettings(), before, read)
     prefill, decode = (
-        Executor(program, tensors, kv, rank=rank.rank, groups=groups, status=rank.status) for program in programs
+        Executor(program, tensors, kv, rank=rank.rank, groups=groups, status=rank.status, cache=cache)
+        for program in programs
     )
     limits = read_limits(artifact)
-    return Session(Place(mesh, rank.rank, groups, rank.device, rank.status), limits, prefill, decode)
+    return Session(Place(mesh, rank.rank, groups, rank.device, rank.status), limits, prefill, decode, cache)
 
 
 def check_weights(artifact: Artifact, folder: Path, is_compiled: bool) -> Fingerprint:

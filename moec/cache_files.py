@@ -1,0 +1,76 @@
+"""The files of a plan's expert cache on this machine, and how a run uses the cache. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moec.cache.trace import Trace, read_trace
+from moec.diagnostics import fail
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """What a run adds to a plan's cache.
+
+    `nvme`: folder of the expert files. `popularity`, `history`: traces for `evict = trace` and `prefetch = history`.
+    `is_emulated`: copies take the time that the plan's rates say. `is_cold`: at the start no slot is filled but those of
+    pinned experts.
+    """
+
+    nvme: Path | None = None
+    popularity: Trace | None = None
+    history: Trace | None = None
+    is_emulated: bool = False
+    is_cold: bool = False
+
+
+def find_cache(document: Mapping[str, Any], bases: Sequence[Path], is_emulated: bool = False) -> CacheSettings:
+    """The files that a plan document names. A relative path starts in one of `bases`.
+
+    Raises:
+        MoecError: E0640, the nvme folder is not there; E0645, a trace is not there or not the one that was compiled
+            with; E0646, there is nothing to emulate.
+    """
+    cache = document.get("cache")
+    if cache is None:
+        if is_emulated:
+            help = "leave --emulate out, or run a plan `with` a cache"
+            raise fail("E0646", f"plan `{document['plan']}` has no expert cache to emulate", help)
+        return CacheSettings()
+    if is_emulated and (unknown := [tier["name"] for tier in cache["tiers"] if tier["gbps"] is None]):
+        message = f"the {' and '.join(unknown)} tier of cache `{cache['name']}` has no bandwidth to emulate"
+        raise fail("E0646", message, "give the tier a `bandwidth`, or leave --emulate out")
+    return CacheSettings(
+        _find_folder(cache["nvme"], bases),
+        _find_trace(cache["evict_trace"], bases),
+        _find_trace(cache["prefetch_trace"], bases),
+        is_emulated,
+    )
+
+
+def _find_folder(written: str | None, bases: Sequence[Path]) -> Path | None:
+    if written is None:
+        return None
+    folder = next((base / written for base in bases if (base / written).is_dir()), None)
+    if folder is None:
+        message = f"the folder for experts `{bases[0] / written}` does not exist"
+        raise fail("E0640", message, "create it, or name another one at `nvme`")
+    return folder
+
+
+def _find_trace(named: Mapping[str, str] | None, bases: Sequence[Path]) -> Trace | None:
+    if named is None:
+        return None
+    places = [base / named["path"] for base in bases]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        message = f"the trace `{places[0]}` that the cache goes by is not there"
+        raise fail("E0645", message, "put it back, or compile the `.moe` file again")
+    if hashlib.sha256(path.read_bytes()).hexdigest() != named["sha256"]:
+        message = f"the trace `{path}` is not the one that the plan was compiled with"
+        raise fail("E0645", message, "compile the `.moe` file again")
+    return read_trace(path)

@@ -1,0 +1,114 @@
+"""A rank's expert cache put together: its tiers, its policy, and what is in its slots at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from moec.cache.policies import policy_named
+from moec.cache.predictors import History
+from moec.cache.residency import Residency
+from moec.cache.simulate import popularity_of
+from moec.cache.trace import Trace
+from moec.cache_files import CacheSettings
+from moec.cache_sizes import host_experts
+from moec.checkpoint_map import Sources
+from moec.ir import Cache, Program
+from moec.ir import Tier as Declared
+from moec.runtime.expert_cache import ExpertCache
+from moec.runtime.expert_copier import Copier
+from moec.runtime.expert_file import Contents, Key
+from moec.runtime.expert_pace import Rate
+from moec.runtime.expert_tiers import HostTier, Tier, open_nvme
+from moec.runtime.launch_rank import Rank
+from moec.runtime.weights_experts import CachedLayer, ExpertReader, cached_layers, contents_of
+
+Progress = Callable[[int, int], None]
+
+
+def open_cache(
+    programs: Sequence[Program],
+    sources: Sources,
+    rank: Rank,
+    settings: CacheSettings,
+    first_layer: int = 0,
+    progress: Progress | None = None,
+) -> ExpertCache | None:
+    """The cache that the programs of a stage share, filled; None where they read all experts from their parameters.
+
+    `first_layer`: sparse layers of the model that lie in earlier stages.
+
+    Raises:
+        MoecError: E0640 to E0644, an expert cannot be brought to its tier.
+    """
+    program = programs[0]
+    layers, declared = cached_layers(program, rank.rank), program.cache
+    if not layers or declared is None or declared.slots is None:
+        return None
+    contents = contents_of(layers, program.mesh, rank.rank, sources.checkpoint.fingerprint.to_json())
+    popularity = _popularity(settings.popularity, first_layer, len(layers))
+    policy = policy_named(declared.evict, len(layers), max(program.experts.values()), popularity)
+    held = [layer.experts for layer in layers]
+    pinned = [(index, e) for index, experts in enumerate(held) for e in sorted(set(declared.pinned) & set(experts))]
+    order = _order(held, popularity)
+    tiers = _open_tiers(program, contents, sources, layers, order, rank, settings, progress)
+    residency = Residency(held, declared.slots, policy, pinned)
+    numbers, history = [layer.number for layer in layers], _history(settings, declared, first_layer, len(layers))
+    cache = ExpertCache(numbers, contents, residency, Copier(tiers), rank.device, history)
+    cache.fill([] if settings.is_cold else order)
+    return cache
+
+
+def _popularity(trace: Trace | None, first: int, num_layers: int) -> list[list[float]] | None:
+    """Tokens of each expert, by layer of this stage."""
+    if trace is None:
+        return None
+    found: list[list[float]] = popularity_of(trace)[first : first + num_layers].tolist()
+    return found
+
+
+def _history(settings: CacheSettings, declared: Cache, first: int, num_layers: int) -> History | None:
+    trace = settings.history
+    if trace is None or declared.prefetch != "history":
+        return None
+    return History(trace.expert_ids[first : first + num_layers], trace.num_experts, declared.ahead)
+
+
+def _order(held: Sequence[Sequence[int]], popularity: Sequence[Sequence[float]] | None) -> list[Key]:
+    """Every expert: of each layer the most popular first, else the lowest id."""
+    keys = []
+    for index, experts in enumerate(held):
+        worth = popularity[index] if popularity is not None else [0.0] * (max(experts, default=0) + 1)
+        keys += [(index, e) for e in sorted(experts, key=lambda e: (-worth[e], e))]
+    return keys
+
+
+def _open_tiers(
+    program: Program,
+    contents: Contents,
+    sources: Sources,
+    layers: Sequence[CachedLayer],
+    order: Sequence[Key],
+    rank: Rank,
+    settings: CacheSettings,
+    progress: Progress | None,
+) -> list[Tier]:
+    """Host memory takes the first of each layer's experts, the nvme file (where there is one) has them all."""
+    cache = program.cache
+    assert cache is not None
+    rates = {tier.name: _rate(tier) if settings.is_emulated else None for tier in cache.tiers}
+    room, tiers = host_experts(program), list[Tier]()
+    if "host" in rates:
+        in_host = [key for index in range(len(layers)) for key in [k for k in order if k[0] == index][:room]]
+        is_pinned = rank.device.type == "cuda"
+        reader = ExpertReader(sources, layers)
+        tiers.append(HostTier(contents, in_host, reader, rate=rates["host"], is_pinned=is_pinned, progress=progress))
+        reader.close()
+    if "nvme" in rates:
+        assert settings.nvme is not None
+        reader = ExpertReader(sources, layers)  # its own: the copier's thread reads what the file has lost
+        tiers.append(open_nvme(settings.nvme, contents, reader, rate=rates["nvme"], progress=progress))
+    return tiers
+
+
+def _rate(tier: Declared) -> Rate | None:
+    return None if tier.link is None else Rate(tier.link.gbps * 1e9, tier.link.latency_us * 1e-6)
