@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moec.artifact import Artifact
 from moec.artifact import load as load_artifact
+from moec.cache_files import CacheSettings, find_cache
 from moec.runtime.generate import Request, collect_logits, generate
 from moec.runtime.launch import run_ranks
 from moec.runtime.launch_rank import Rank
@@ -29,10 +30,11 @@ from moec.weights_path import find_weights
 
 @dataclass(frozen=True)
 class Model:
-    """A compiled model and the folder of its weights."""
+    """A compiled model, the folder of its weights, and where its expert cache has its files."""
 
     artifact: Artifact
     folder: Path
+    cache: CacheSettings = field(default_factory=CacheSettings)
 
     def logits(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         """fp32 [tokens, vocab] of each prompt: the scores of the token after each of its tokens."""
@@ -56,12 +58,13 @@ class Model:
             kept = Path(made) / "logits.safetensors"
 
             def main(rank: Rank) -> object:
-                session = open_session(self.artifact, self.folder, rank)
+                session = open_session(self.artifact, self.folder, rank, settings=self.cache)
                 result = generate(session, request, session.limits, session.place)
                 if request.keep_logits:
                     rows = collect_logits(request, result, session.limits, session.place)
                     if rank.rank == 0:
                         save_file({str(i): row.cpu().contiguous() for i, row in enumerate(rows)}, kept)
+                session.close()
                 return result.tokens if rank.rank == 0 else None
 
             kind = "cuda" if torch.cuda.device_count() else "cpu"
@@ -77,4 +80,4 @@ def load(folder: Path, weights: Path | None = None) -> Model:
     found = find_weights(artifact.document["weights"]["path"], artifact.bases(folder), weights)
     assert found is not None
     check_weights(artifact, found, is_compiled=weights is None)
-    return Model(artifact, found)
+    return Model(artifact, found, find_cache(artifact.document, artifact.bases(folder)))

@@ -17,8 +17,8 @@ class CacheSettings:
     """What a run adds to a plan's cache.
 
     `nvme`: folder of the expert files. `popularity`, `history`: traces for `evict = trace` and `prefetch = history`.
-    `is_emulated`: copies take the time that the plan's rates say. `is_cold`: at the start no slot is filled but those of
-    pinned experts.
+    `is_emulated`: copies take the time that the plan's rates say. `is_cold`: at the start only pinned experts are in
+    their slots.
     """
 
     nvme: Path | None = None

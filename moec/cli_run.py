@@ -35,6 +35,8 @@ class Options:
     weights: Path | None
     logits: Path | None
     timeline: Path | None
+    record: Path | None
+    is_emulated: bool
     as_json: bool
 
 
@@ -64,6 +66,12 @@ def run_command(
     timeline: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write when each rank ran what (Chrome or Perfetto JSON).")
     ] = None,
+    record: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write which experts each token chose (a trace, .npz).")
+    ] = None,
+    emulate: Annotated[
+        bool, typer.Option("--emulate", help="Copy cached experts no faster than the plan's tiers could.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: tokens and text.")] = False,
 ) -> None:
     """Generate text with a model on the ranks of its mesh. Starts the ranks itself, unless torchrun did.
@@ -83,7 +91,7 @@ def run_command(
     changes = (*(overrides or []), *([f"plan.compute={dtype}"] if dtype else []))
     options = Options(
         source, tuple(prompt or ()), tuple(tokens or ()), prompts, max_new_tokens, temperature, seed, ignore_eos,
-        changes, plan, kernels, weights, logits, timeline, as_json,
+        changes, plan, kernels, weights, logits, timeline, record, emulate, as_json,
     )  # fmt: skip
     if is_started_by_torchrun():
 

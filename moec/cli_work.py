@@ -19,6 +19,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from moec.artifact import Artifact, load
+from moec.cache.trace import write_trace as write_routing
+from moec.cache_files import CacheSettings, find_cache
 from moec.cli_errors import cannot_print, say
 from moec.cli_run import Options
 from moec.compiler import compile
@@ -27,6 +29,8 @@ from moec.files import check_place, write_whole
 from moec.runtime.generate import Request, collect_logits, generate
 from moec.runtime.launch_rank import Rank
 from moec.runtime.launch_status import Status
+from moec.runtime.routing_record import Recorder as RoutingRecorder
+from moec.runtime.routing_record import gather_trace
 from moec.runtime.sampling import Sampling
 from moec.runtime.schedule import check_prompts
 from moec.runtime.session import check_weights, open_session, read_limits
@@ -45,6 +49,8 @@ class Job:
     request: Request
     logits: Path | None
     timeline: Path | None
+    record: Path | None
+    cache: CacheSettings
     as_json: bool
     weights_digest: str
 
@@ -57,7 +63,7 @@ class Job:
         """What must be the same on all ranks: ranks that torchrun starts have read it each for themselves."""
         request = self.request
         asked = [request.prompts, request.max_new_tokens, sorted(request.eos), asdict(request.sampling)]
-        outputs = [request.keep_logits, self.timeline is not None]
+        outputs = [request.keep_logits, self.timeline is not None, self.record is not None, self.cache.is_emulated]
         return {
             "versions of moec and torch": f"{version('moec')} {torch.__version__}",
             "program": _digest(_programs(self.artifact)),
@@ -86,11 +92,13 @@ def prepare(options: Options) -> Job:
     eos = frozenset[int]() if options.ignore_eos else read_eos(folder)
     sampling = Sampling(options.temperature, options.seed)
     request = Request(prompts, options.max_new_tokens, eos, sampling, options.logits is not None)
-    for path in (options.logits, options.timeline):
+    cache = find_cache(artifact.document, artifact.bases(options.source), options.is_emulated)
+    for path in (options.logits, options.timeline, options.record):
         if path is not None:
             check_place(path)
     check_prompts(prompts, options.max_new_tokens, read_limits(artifact))
-    return Job(artifact, folder, text, request, options.logits, options.timeline, options.as_json, digest)
+    outputs = options.logits, options.timeline, options.record
+    return Job(artifact, folder, text, request, *outputs, cache, options.as_json, digest)
 
 
 def compile_file(options: Options) -> Artifact:
@@ -151,24 +159,35 @@ def work(rank: Rank, job: Job) -> None:
     """One rank's run. Rank 0 prints and writes."""
     is_first = rank.rank == 0
     with _progress_bar(is_first and not job.as_json and sys.stderr.isatty()) as progress:
-        session = open_session(job.artifact, job.folder, rank, progress)
+        session = open_session(job.artifact, job.folder, rank, progress, job.cache)
     recorder = start_recorder(session.place) if job.timeline else None
-    if recorder is not None:
-        session.record(recorder)
+    routing = RoutingRecorder() if job.record else None
+    for watcher in (recorder, routing):
+        if watcher is not None:
+            session.record(watcher)
     writer = _Writer(job, rank.status) if is_first and not job.as_json else None
     result = generate(session, job.request, session.limits, session.place, writer or _silent)
     logits = collect_logits(job.request, result, session.limits, session.place) if job.logits else []
     events = gather_events(recorder, session.place) if recorder is not None else []
+    chosen = gather_trace(routing, session.place, _num_experts(job.artifact)) if routing is not None else None
+    session.close()
     if not is_first:
         return
     rank.status.begin("output")
     if job.timeline is not None:
         write_trace(job.timeline, trace(events, predicted_events(job.artifact.document)))
+    if job.record is not None:
+        assert chosen is not None
+        write_routing(job.record, chosen)
     if job.logits is not None:
         save_logits(job.logits, job.request.prompts, logits)
     if job.as_json:
         text = [job.text.decode(tokens) for tokens in result.tokens]
         _print(json.dumps({"tokens": result.tokens, "text": text}) + "\n")
+
+
+def _num_experts(artifact: Artifact) -> int:
+    return max((count for program in artifact.programs for count in program.experts.values()), default=0)
 
 
 def _print(text: str) -> None:

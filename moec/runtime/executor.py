@@ -6,7 +6,8 @@ import hashlib
 import linecache
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +25,12 @@ from moec.runtime.step import Step
 
 if TYPE_CHECKING:
     from moec.runtime.expert_cache import ExpertCache
-    from moec.runtime.timeline import Recorder
+
+
+class Watcher(Protocol):
+    """What records kernel calls: it wraps a phase's kernels."""
+
+    def watch(self, kernels: SimpleNamespace, program: Program) -> SimpleNamespace: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +76,8 @@ class Executor:
         self._memo: dict[Hashable, Any] = {}
         self._has_run = False
 
-    def record(self, recorder: Recorder) -> None:
-        """Have every kernel call from now on recorded."""
+    def record(self, recorder: Watcher) -> None:
+        """Have kernel calls from now on recorded."""
         self._kernels = recorder.watch(self._kernels, self.program)
 
     @torch.inference_mode()

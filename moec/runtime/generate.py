@@ -197,6 +197,17 @@ class _Run:
                     yield prompt, token
 
 
+def gather_bytes(place: Place, mine: bytes, op: str) -> list[bytes]:
+    """What each rank gives, in rank order, on every rank."""
+    if place.mesh.world == 1:
+        return [mine]
+    world = place.groups["world"]
+    sizes = gather(world, torch.tensor([len(mine)], device=place.device), [1] * world.size, op).tolist()
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(place.device)
+    data, ends = gather(world, sent, sizes, op).cpu().numpy().tobytes(), itertools.accumulate(sizes)
+    return [data[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
 def collect_logits(request: Request, result: Result, limits: Limits, place: Place) -> list[Tensor]:
     """On rank 0: the kept logits of all prompts, fp32 [tokens, V] each; an empty list on the other ranks."""
     lengths = [len(prompt) for prompt in request.prompts]

@@ -12,7 +12,7 @@ from moec.cache_files import CacheSettings
 from moec.checkpoint import Fingerprint, check_unchanged
 from moec.checkpoint_map import open_sources
 from moec.importer_match import check_declared
-from moec.runtime.executor import Executor
+from moec.runtime.executor import Executor, Watcher
 from moec.runtime.expert_cache import ExpertCache
 from moec.runtime.expert_session import open_cache
 from moec.runtime.generate import Place
@@ -21,7 +21,6 @@ from moec.runtime.kv import allocate_kv
 from moec.runtime.launch_rank import Rank
 from moec.runtime.schedule import Limits
 from moec.runtime.step import Step
-from moec.runtime.timeline import Recorder
 from moec.runtime.weights import Progress, load_rank, logical_shapes, wanted
 
 
@@ -46,7 +45,7 @@ class Session:
         if self.cache is not None:
             self.cache.close()
 
-    def record(self, recorder: Recorder) -> None:
+    def record(self, recorder: Watcher) -> None:
         """Have both phases record what they run."""
         self.prefill_phase.record(recorder)
         self.decode_phase.record(recorder)

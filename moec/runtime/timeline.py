@@ -17,13 +17,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from moec.files import write_whole
 from moec.ir import Program
-from moec.runtime.generate import Place
-from moec.runtime.messages import gather
+from moec.runtime.generate import Place, gather_bytes
 
 STREAMS = ("compute", "intra", "inter", "copy")
 #: Operations that a token's way to its experts begins and ends with.
@@ -110,20 +108,9 @@ def start_recorder(place: Place) -> Recorder:
 
 def gather_events(recorder: Recorder, place: Place) -> list[list[Event]]:
     """On rank 0: the events of each rank, in rank order; an empty list on the others."""
-    if place.mesh.world == 1:
-        return [recorder.events]
     text = json.dumps([asdict(event) for event in recorder.events]).encode()
-    world = place.groups["world"]
-    sizes = gather(world, torch.tensor([len(text)], device=place.device), [1] * world.size, "timeline").tolist()
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(place.device)
-    data = bytes(gather(world, mine, sizes, "timeline").tolist())
-    if place.rank != 0:
-        return []
-    parts, first = [], 0
-    for size in sizes:
-        parts.append([Event(**event) for event in json.loads(data[first : first + size])])
-        first += size
-    return parts
+    parts = gather_bytes(place, text, "timeline")
+    return [[Event(**event) for event in json.loads(part)] for part in parts] if place.rank == 0 else []
 
 
 def trace(ranks: Sequence[Sequence[Event]], predicted: Sequence[Event] = ()) -> dict[str, Any]:
