@@ -1,16 +1,22 @@
 """How large cached experts are, how many slots their memory makes, and which of them wait in which tier.
 
-One rank is meant everywhere. Experts of a layer are alike; layers may differ.
+One rank is meant everywhere. Experts of a layer are alike; layers may differ, and a slot fits an expert of any.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
-from moec.cost_sizes import WIDTH
+from moec.cache.policies import policy_named
+from moec.cache.policy import Key
+from moec.cache.residency import least_slots
 from moec.diagnostics import CompileError, Diagnostic
-from moec.ir import Body, Cache, Program
+from moec.ir import Body, Cache, Program, is_op, op_of
+from moec.ir_slots import is_cached, most_held
+from moec.ops import WIDTH
+
+#: Slots start at multiples of this, as torch's own tensors do.
+SLOT_ALIGNMENT = 64
 
 
 def expert_params(body: Body) -> list[str]:
@@ -19,7 +25,7 @@ def expert_params(body: Body) -> list[str]:
 
 
 def expert_bytes(program: Program, body: Body) -> int:
-    """Bytes of one routed expert of `body` on one rank; 0 where it has none."""
+    """Bytes of one routed expert of `body`; 0 where it has none."""
     total = 0
     for name in expert_params(body):
         param = body.params[name]
@@ -38,75 +44,103 @@ def layer_bytes(program: Program) -> dict[int, int]:
     }
 
 
-def is_cached(program: Program) -> bool:
-    """Whether some experts have no slot of their own."""
-    cache, tables = program.cache, program.placements.values()
-    return cache is not None and cache.slots is not None and cache.slots < max(max(t.counts) for t in tables)
+def arena_bytes(program: Program, slots: int) -> int:
+    """Bytes of `slots` slots for every sparse layer."""
+    sizes = layer_bytes(program).values()
+    return slots * len(sizes) * -(-max(sizes) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 def cached_params(program: Program, body: Body) -> list[str]:
     """Parameters of a body that are read from slots."""
-    return expert_params(body) if program.cache is not None and is_cached(program) else []
+    return expert_params(body) if is_cached(program) else []
 
 
-def pinned_slots(program: Program, cache: Cache) -> int:
-    """Slots of a layer that the rank with the most pinned experts does not have for others."""
-    tables = program.placements.values()
-    return max(len(set(cache.pinned) & set(held)) for table in tables for held in table.slots)
+def held_experts(program: Program, ep_rank: int) -> list[tuple[int, ...]]:
+    """Experts of each sparse layer that a rank of an ep group holds."""
+    tables = {
+        layer: str(node.kwargs["table"])
+        for body, node in program.nodes()
+        if is_op(node) and op_of(node).name == "route"
+        for layer in program.layers_of(body.name)
+    }
+    return [program.placements[tables[layer]].slots[ep_rank] for layer in sorted(tables)]
+
+
+def pinned_keys(cache: Cache, held: list[tuple[int, ...]]) -> list[Key]:
+    """What keeps its slot, of the experts that a rank holds."""
+    return [(layer, expert) for layer, experts in enumerate(held) for expert in cache.pinned if expert in experts]
+
+
+def most_pinned(program: Program) -> int:
+    """Slots of a layer that pinned experts have, on the rank with most of them."""
+    cache = program.cache
+    assert cache is not None
+    held = [experts for table in program.placements.values() for experts in table.slots]
+    return max(len(set(cache.pinned) & set(experts)) for experts in held)
 
 
 def count_slots(program: Program) -> int:
     """Slots per layer and rank that the plan's memory makes.
 
-    Raises CompileError E0332 where they are too few to work, E0333 where a tier is too small.
+    Raises CompileError E0332 where they are too few to work, E0333 where host memory is too small.
     """
     cache = program.cache
     assert cache is not None
-    per_slot, most_held = sum(layer_bytes(program).values()), max(max(t.counts) for t in program.placements.values())
     if cache.slots is not None:
         slots = cache.slots
     elif cache.hbm is not None:
-        slots = cache.hbm // per_slot
+        slots = cache.hbm // arena_bytes(program, 1)
     else:
         assert cache.share is not None
-        slots = math.floor(cache.share * most_held + 1e-9)  # 0.29 of 100 is 29
-    pinned = pinned_slots(program, cache)
-    least = min(pinned + 1, most_held)  # one that experts take turns in
+        slots = math.floor(cache.share * most_held(program) + 1e-9)  # 0.29 of 100 is 29
+    least = least_count(program)
     if slots < least:
-        raise CompileError(_too_few(slots, least, pinned, per_slot))
-    _need_room(program, replace(cache, slots=slots), per_slot, most_held)
+        raise CompileError(_too_few(program, slots, least))
+    _need_room(program, slots)
     return slots
 
 
-def _too_few(slots: int, least: int, pinned: int, per_slot: int) -> Diagnostic:
-    why = f"{pinned} for pinned experts and one for the others" if pinned else "one that experts take turns in"
-    return Diagnostic(
-        "E0332",
-        f"the cache has {slots} slots for each layer's experts on a rank, the least that works is {least}: {why}",
-        help=f"`hbm = slots({least})`, or from {least * per_slot / 2**20:.1f} MiB per rank on",
-    )
+def least_count(program: Program) -> int:
+    """The fewest slots that every rank works with."""
+    cache = program.cache
+    assert cache is not None
+    ranks = [held_experts(program, rank) for rank in range(program.mesh.ep)]
+    num_layers, num_experts = len(ranks[0]), max(program.experts.values())
+    scope = policy_named(cache.evict, num_layers, num_experts, [[0.0] * num_experts] * num_layers).scope
+    return max(least_slots(held, scope, pinned_keys(cache, held)) for held in ranks)
 
 
 def host_experts(program: Program) -> int:
-    """Experts of each layer that the host tier has room for on a rank; the others wait in nvme."""
+    """Experts of each layer that the host tier has room for; the others wait in nvme."""
     cache = program.cache
     assert cache is not None
-    most_held = max(max(table.counts) for table in program.placements.values())
     host = next((tier for tier in cache.tiers if tier.name == "host"), None)
     if host is None:
         return 0
     if host.bytes is None:
-        return most_held
-    return min(most_held, host.bytes // sum(layer_bytes(program).values()))
+        return most_held(program)
+    return min(most_held(program), host.bytes // sum(layer_bytes(program).values()))
 
 
-def _need_room(program: Program, cache: Cache, per_slot: int, most_held: int) -> None:
-    """Without a second tier, host memory must hold what has no slot of its own."""
-    if [tier.name for tier in cache.tiers] != ["host"] or (cache.slots or 0) >= most_held:
+def _too_few(program: Program, slots: int, least: int) -> Diagnostic:
+    pinned = most_pinned(program)
+    why = f"{pinned} for pinned experts and one for the others" if pinned else "one that experts take turns in"
+    return Diagnostic(
+        "E0332",
+        f"the cache has {slots} slots for each layer's experts on a rank, the least that works is {least}: {why}",
+        help=f"use `hbm = slots({least})`, or from {arena_bytes(program, least) / 2**20:.3f} MiB per rank on",
+    )
+
+
+def _need_room(program: Program, slots: int) -> None:
+    """Without a second tier, host memory must hold every expert that may have to leave its slot."""
+    cache, held = program.cache, most_held(program)
+    assert cache is not None
+    if [tier.name for tier in cache.tiers] != ["host"] or slots >= held:
         return
     found = host_experts(program)
-    if found < most_held:
-        need = most_held * per_slot / 2**20
-        message = f"the host tier has room for {found} of the {most_held} experts that a rank holds of each layer"
-        help = f"give it {need:.1f} MiB per rank, or declare an `nvme` tier for the rest"
+    if found < held:
+        need = held * sum(layer_bytes(program).values()) / 2**20
+        message = f"the host tier has room for {found} of the {held} experts that a rank holds of each layer"
+        help = f"give it {need:.3f} MiB per rank, or declare an `nvme` tier for the rest"
         raise CompileError(Diagnostic("E0333", message, help=help))

@@ -13,6 +13,7 @@ from torch import fx
 from moec.cache_sizes import expert_bytes, host_experts
 from moec.cost_sizes import Sizes
 from moec.ir import Body, Program, is_op, op_of
+from moec.ir_slots import most_held
 
 #: Share of the experts a layer needs that a prefetch names, by predictor and place; as many of its guesses are wrong.
 #: Measured on two small trained models with one layer ahead (benchmarks/cache_time.py): 0.78-0.90 for the router on the
@@ -40,8 +41,7 @@ def copies(program: Program, body: Body, experts: float) -> Copies:
     """What it takes to bring `experts` of a layer's experts to their slots."""
     cache, size = program.cache, expert_bytes(program, body)
     assert cache is not None
-    held = max(max(table.counts) for table in program.placements.values())
-    in_host = host_experts(program) / held
+    in_host = host_experts(program) / most_held(program)
     moved, times, unknown = {}, {}, []
     for tier in cache.tiers:
         share = in_host if tier.name == "host" else 1.0 - in_host
@@ -59,8 +59,7 @@ def hit_rate(program: Program) -> float:
     """Share of look-ups that find their expert in a slot: by the plan's trace, or with random routing its share."""
     cache = program.cache
     assert cache is not None and cache.slots is not None
-    held = max(max(table.counts) for table in program.placements.values())
-    return cache.slots / held if cache.hit_rate is None else cache.hit_rate
+    return cache.slots / most_held(program) if cache.hit_rate is None else cache.hit_rate
 
 
 def missed(sizes: Sizes) -> float:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from moec.cost_flow import Flow, pairs, start_of, whole
-from moec.cost_sizes import WIDTH, Sizes
+from moec.cost_sizes import Sizes
 from moec.ir import op_of, operands, type_of
-from moec.ops import base_symbol
+from moec.ops import WIDTH, base_symbol
 from moec.ops_exchange import at
 
 

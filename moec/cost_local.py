@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 from torch import fx
 
-from moec.cost_sizes import WIDTH, Sizes
+from moec.cost_sizes import Sizes
 from moec.ir import Type, op_of, operands, results_of, type_of
+from moec.ops import WIDTH
 
 Work = tuple[float, float]
 

@@ -14,10 +14,9 @@ from torch import fx
 from moec.cost_flow import Flow, Route, active_experts, hop, served_pairs
 from moec.cost_routing import RandomRouting, Routing
 from moec.ir import Body, Dim, Program, Type, is_op, op_of, operands, type_of
+from moec.ops import WIDTH
 from moec.ops_exchange import HOPS, at
 
-#: Bytes of one element.
-WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "i64": 8, "i32": 4, "bytes": 1}
 #: Share of `context` that a decoding sequence has behind it, on average over its life.
 MEAN_FILL = 0.5
 

@@ -24,7 +24,7 @@ mesh: "mesh" setting*
 cluster: "cluster" STRING (setting | link)*
 step: "step" setting*
 cache: "cache" setting* [held]
-tier: "tier" NAME (setting | link)*
+tier: "tier" NAME setting* [rate]
 experts: "experts" NAME "=" INT
 placement: "placement" NAME held*
 held: "[" (INT | RANGE)* "]"
@@ -32,6 +32,7 @@ memory: "memory" INT setting*
 done: "done" NAME*
 setting: NAME "=" (INT | FLOAT | NAME)
 link: NAME "=" (INT | FLOAT) "/" (INT | FLOAT) "/" INT
+rate: "link" "=" (INT | FLOAT) "/" (INT | FLOAT) "/" INT
 
 body: "body" NAME "{" (param | state | input | node | returned)* "}"
 param: "param" NAME ["=" NAME ("+" NAME)* "dim" "=" INT] ":" type

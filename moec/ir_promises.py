@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from moec.cache_sizes import is_cached
 from moec.ir import Program, op_of
+from moec.ir_slots import is_cached
 from moec.ir_verifier_flow import returned_type
 from moec.layout import Shard, layout
 

@@ -127,12 +127,10 @@ class Reader(Transformer[Token, Any]):
         *settings, pinned = parts
         return "cache", {**_settings("cache", tuple(settings), CACHE, CACHE_OPTIONS), "pinned": pinned or ()}
 
-    def tier(self, name: Token, *settings: Any) -> Any:
-        given = dict(settings)
-        require(name in ("host", "nvme") and set(given) <= {"bytes", "link"}, f"there is no tier {name} of {given}")
-        size, link = given.get("bytes"), given.get("link")
-        require(size is None or (type(size) is int and size >= 0), f"tier {name} of {size} bytes")
-        require(isinstance(link, Link | None), f"tier {name} over {link}")
+    def tier(self, name: Token, *parts: Any) -> Any:
+        *settings, link = parts
+        require(name in ("host", "nvme"), f"there is no tier {name}")
+        size = _settings(f"tier {name}", tuple(settings), {}, {"bytes": int}).get("bytes")
         return "tier", (str(name), Tier(str(name), size, link))
 
     def experts(self, table: Token, count: Token) -> Any:
@@ -160,8 +158,10 @@ class Reader(Transformer[Token, Any]):
         return str(name), number(value)
 
     def link(self, name: Token, gbps: Token, latency: Token, concurrency: Token) -> Any:
-        require(integer(concurrency) > 0, f"{name} carries {concurrency} messages at once")
-        return str(name), Link(number(gbps), number(latency), integer(concurrency))
+        return str(name), _link(name, gbps, latency, concurrency)
+
+    def rate(self, gbps: Token, latency: Token, concurrency: Token) -> Link:
+        return _link("a tier", gbps, latency, concurrency)
 
     def run(self, body: Token, ranged: Token | None) -> Any:
         if ranged is None:
@@ -218,6 +218,11 @@ def _by_name(kind: str, found: dict[str, list[Any]]) -> dict[str, Any]:
     lines = found.get(kind, [])
     require(len(dict(lines)) == len(lines), f"two lines of {kind} have one name")
     return dict(lines)
+
+
+def _link(name: str, gbps: Token, latency: Token, concurrency: Token) -> Link:
+    require(integer(concurrency) > 0, f"{name} carries {concurrency} messages at once")
+    return Link(number(gbps), number(latency), integer(concurrency))
 
 
 def _cache(found: dict[str, list[Any]]) -> Cache | None:

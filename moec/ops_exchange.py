@@ -20,6 +20,7 @@ from __future__ import annotations
 from moec.ir import Dim
 from moec.layout import Partial, Place, Replicate, Routed, Shard
 from moec.ops import (
+    WIDTH,
     Call,
     Op,
     OpError,
@@ -46,7 +47,6 @@ _BACK = {(group, there): here for (group, here), there in HOPS.items()}
 #: Rows that leave a place, and rows that arrive at it.
 _SENT = {"home": "P", "node": "Q", "local": "Q"}
 _ARRIVED = {"node": "H", "local": "H", "expert": "R"}
-WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def message_bytes(hidden: int, dtype: str, top: int) -> int:

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from moec.cache_sizes import is_cached, pinned_slots
+from moec.cache_sizes import most_pinned
 from moec.cost import node_cost
 from moec.cost_cache import copies, missed, recall
 from moec.cost_sizes import Sizes, sizes_of
 from moec.ir import Body, Program, is_op, op_of
+from moec.ir_slots import is_cached
 from moec.schedule import Span, simulate
 
 #: A body, the body of a later layer for which its layers prefetch, and how many layers later that is.
@@ -113,7 +114,7 @@ def plan_prefetch(
     assert cache is not None and cache.slots is not None
     sizes = sizes_of(program, target)
     misses = missed(sizes)
-    room = min(cache.slots - pinned_slots(program, cache), math.ceil(misses))
+    room = min(cache.slots - most_pinned(program), math.ceil(misses))
     if is_unknown or copies(program, target, 1.0).unknown:
         return Prefetch(
             Option("ffn", room, math.nan), "rates are not known: before the experts, as many as fit", misses

@@ -10,6 +10,7 @@ from torch import fx
 from moec.cache_sizes import count_slots
 from moec.ir import Body, Program, is_op, op_of, operands
 from moec.ir_build import Builder, erase
+from moec.ir_slots import most_held
 from moec.passes.base import Pass
 
 
@@ -30,9 +31,9 @@ class CacheExperts(Pass):
         if not program.experts:  # a pipeline stage without sparse layers
             program.cache = None
             return
-        slots, most_held = count_slots(program), max(max(table.counts) for table in program.placements.values())
-        program.cache = replace(program.cache, slots=min(slots, most_held), hbm=None, share=None)
-        if slots >= most_held:
+        slots, held = count_slots(program), most_held(program)
+        program.cache = replace(program.cache, slots=min(slots, held), hbm=None, share=None)
+        if slots >= held:
             program.cache = replace(program.cache, prefetch="none")
             return
         for body in program.bodies.values():

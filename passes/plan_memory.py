@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moec.cache_sizes import expert_params, is_cached, layer_bytes
-from moec.cost_sizes import WIDTH, bounds
+from moec.cache_sizes import arena_bytes, cached_params
+from moec.cost_sizes import bounds
 from moec.diagnostics import CompileError, Diagnostic
 from moec.ir import Body, Dim, Memory, Program, Type, is_op, op_of
+from moec.ir_slots import is_cached
 from moec.layout import Placed
+from moec.ops import WIDTH
 from moec.passes.base import Pass
 
 
@@ -66,7 +68,7 @@ def _weights(program: Program, rank: int) -> int:
     for body in program.bodies.values():
         times = len(program.layers_of(body.name)) or 1
         for name, param in body.params.items():
-            if param.is_borrowed or (name in expert_params(body) and is_cached(program)):
+            if param.is_borrowed or name in cached_params(program, body):
                 continue  # counted where it belongs
             shape = param.local_shape(program.mesh, program.placements)
             tables = [p.table for _, p in param.layout.places if isinstance(p, Placed)]
@@ -77,10 +79,8 @@ def _weights(program: Program, rank: int) -> int:
 
 def _slot_bytes(program: Program) -> int:
     """Bytes of the slots of a rank's experts, where some have no slot of their own."""
-    if program.cache is None or program.cache.slots is None or not is_cached(program):
-        return 0
-    sizes = layer_bytes(program).values()
-    return program.cache.slots * max(sizes) * len(sizes)  # one arena for all layers, of slots that fit each
+    cache = program.cache
+    return arena_bytes(program, cache.slots) if cache and cache.slots and is_cached(program) else 0
 
 
 def _kv(program: Program) -> int:

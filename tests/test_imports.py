@@ -36,24 +36,27 @@ ALLOWED: dict[str, set[str]] = {
     "layout": {"mesh"},
     "cost_routing": set(),  # which a Program carries while it is compiled
     "ir": {"cost_routing", "layout", "mesh", "placement", "topology", "diagnostics"},
+    "cache_sizes": {"cache", "ir", "diagnostics"},  # what a Program's cache is like: slots, bytes, tiers
     "schedule": {"ir"},
-    "cost": {"cache", "cost_routing", "ir", "mesh", "placement", "topology", "diagnostics"},
+    "cost": {"cache", "cache_sizes", "cost_routing", "ir", "mesh", "placement", "topology", "diagnostics"},
     "lowering": {"checked", "ir", "mesh", "topology", "placement", "diagnostics"},
     "plan_overlap": {"cost", "ir", "schedule"},
+    "plan_prefetch": {"cache_sizes", "cost", "ir", "schedule"},
     "passes": {
-        "cache", "ir", "layout", "mesh", "placement", "cost", "schedule", "plan_overlap", "topology", "diagnostics",
+        "cache", "cache_sizes", "ir", "layout", "mesh", "placement", "cost", "schedule", "plan_overlap",
+        "plan_prefetch", "topology", "diagnostics",
     },
     "codegen": {"ir", "layout", "diagnostics"},
     "artifact": {"ir", "diagnostics"},
     "plan": {
-        "cache", "checked", "checkpoint", "cost", "cost_routing", "declared", "ir", "parameters", "schedule",
-        "diagnostics",
+        "cache", "cache_sizes", "checked", "checkpoint", "cost", "cost_routing", "declared", "ir", "parameters",
+        "plan_prefetch", "schedule", "diagnostics",
     },
     "explain": {"cache", "specs", "diagnostics"},
     "runtime": {
         "importer",  # reads the config beside the weights, which must be of the model that the program is of
-        "artifact", "cache", "codegen", "ir", "layout", "mesh", "placement", "topology", "checkpoint", "weights",
-        "files", "diagnostics",
+        "artifact", "cache", "cache_sizes", "codegen", "ir", "layout", "mesh", "placement", "topology", "checkpoint",
+        "weights", "files", "diagnostics",
     },
     "compiler": {
         "grammar", "semantics", "lowering", "passes", "artifact", "codegen", "checked", "checkpoint", "cost", "ir",
@@ -63,7 +66,7 @@ ALLOWED: dict[str, set[str]] = {
         "cache", "compiler", "importer", "runtime", "explain", "artifact", "grammar", "semantics", "passes", "checked",
         "ir", "weights", "mesh", "calibrate", "files", "diagnostics",
     },
-    "api": {"artifact", "runtime", "weights", "diagnostics"},
+    "api": {"artifact", "cache", "runtime", "weights", "diagnostics"},
     "package": {"api", "compiler"},
     "main": {"cli"},
 }  # fmt: skip
