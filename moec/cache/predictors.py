@@ -42,8 +42,8 @@ class NextRouter:
 class History:
     """What used to follow: how often a token that chose expert i of layer l chose j of layer l + ahead, in a trace.
 
-    An expert's score is the sum over the rows of this step of the share in which it followed, as each row's own
-    choices would vote. Scores are fractions of whole counts; equal ones go by number.
+    An expert's score is the sum, over the rows of this step, of the share in which it followed them. As many experts
+    are guessed as this layer uses. Shares are whole numbers of 2 ** -20: sums are exact, and the same everywhere.
     """
 
     def __init__(self, expert_ids: Array, num_experts: int, ahead: int = 1) -> None:
@@ -51,28 +51,24 @@ class History:
         if not 0 < ahead < len(expert_ids):
             raise ValueError(f"history of {ahead} layers ahead in a trace of {len(expert_ids)} layers")
         self.ahead = ahead
-        self._share = np.stack(
-            [
-                _followed(first, second, num_experts)
-                for first, second in zip(expert_ids[:-ahead], expert_ids[ahead:], strict=True)
-            ]
-        )
+        pairs = zip(expert_ids[:-ahead], expert_ids[ahead:], strict=True)
+        self._share = [_followed(first, second, num_experts) for first, second in pairs]
 
     def guess(self, step: int, layer: int, counts: Array, ahead: int) -> list[int]:
-        """As `Predictor`; `ahead` must be the learned one (ValueError)."""
+        """As `Predictor`; `ahead` must be the learned one (ValueError). No guess beyond the last layer."""
         if ahead != self.ahead:
             raise ValueError(f"history was learned for {self.ahead} layers ahead, not {ahead}")
-        if layer >= len(self._share):
+        (used,) = np.nonzero(counts)
+        if layer >= len(self._share) or not used.size:
             return []
-        scores = counts @ self._share[layer]
-        order = np.argsort(-scores, kind="stable")
-        found: list[int] = order[: np.count_nonzero(scores)].tolist()
-        return found
+        scores = counts[used] @ self._share[layer][used]
+        order: list[int] = np.argsort(-scores, kind="stable").tolist()
+        return [expert for expert in order[: used.size] if scores[expert]]
 
 
 def _followed(first_TK: Array, second_TK: Array, num_experts: int) -> Array:
-    """[E, E]: of the choices two layers made for the same tokens, the share of j in the second after i in the first."""
+    """[E, E]: of the choices of two layers for the same tokens, the share of j in the second after i in the first."""
     pairs = first_TK.astype(np.int64)[:, :, None] * num_experts + second_TK[:, None, :]
     counts = np.bincount(pairs.ravel(), minlength=num_experts**2).reshape(num_experts, num_experts)
-    found: Array = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    found: Array = (counts << 20) // np.maximum(counts.sum(axis=1, keepdims=True), 1)
     return found

@@ -149,9 +149,8 @@ class _Run:
         for layer, experts in enumerate(looked_up):
             if self.prefetch is not None and self.prefetch.is_early:
                 self._guess(self.prefetch, number, layer)
-            if experts:
-                uses = self.residency.demand(layer, experts)
-                self.demanded[number, layer] = sum(use.is_loaded for use in uses)
+            uses = self.residency.demand(layer, experts)
+            self.demanded[number, layer] = sum(use.is_loaded for use in uses)
             if self.prefetch is not None and not self.prefetch.is_early:
                 self._guess(self.prefetch, number, layer)
 
