@@ -52,7 +52,9 @@ def plan_overlap(program: Program, lower: Lower) -> Overlap:
 def _candidates(program: Program) -> Sequence[str]:
     if program.overlap != "auto":
         return (program.overlap,)
-    return ("1",) if program.exchange == "padded" else tuple(map(str, CHUNKS))  # a padded step has one shape
+    # A padded step has one shape; a cache is asked once for all experts of a layer's rows.
+    is_whole = program.exchange == "padded" or program.cache is not None
+    return ("1",) if is_whole else tuple(map(str, CHUNKS))
 
 
 def _time(program: Program, lower: Lower, overlap: str) -> tuple[float, tuple[str, ...]]:

@@ -1,44 +1,43 @@
 """Where a layer's prefetch for a later one begins, of how many experts, and whether it pays.
 
-The sooner it begins the more it can hide, and the less its guess is worth. So every place and every number of experts
-is tried, and of times as good as equal (within 1 %) the latest place and the fewest experts win:
+The sooner it begins the more it can hide, and the less its guess is worth. So every place is tried out on a copy of the
+layer, with every number of experts, and of times as good as equal (within 1 %) the latest place and the fewest experts
+win. With n experts prefetched for m missed, r of them rightly, and exposed(m) what m copies take beyond the work on
+experts that are there:
 
-    exposed(m) = what m copies take beyond the work on experts that are there
-    with n prefetched of m missed, r of them rightly:
-        layer' = max(layer + exposed(m - r n) + what does not fit before the later layer's wait,  all copies of a layer)
+    layer' = max(layer + guess + exposed(m - r n) + what n copies take beyond the later layer's wait, its copies in all)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from moec.cache_sizes import most_pinned
 from moec.cost import node_cost
-from moec.cost_cache import copies, missed, recall
+from moec.cost_cache import PLACES, copies, missed, recall
+from moec.cost_exchange import copy_body
 from moec.cost_sizes import Sizes, sizes_of
 from moec.ir import Body, Program, is_op, op_of
 from moec.ir_slots import is_cached
-from moec.schedule import Span, simulate
+from moec.schedule import Span, reorder, simulate
 
 #: A body, the body of a later layer for which its layers prefetch, and how many layers later that is.
 Pair = tuple[str, str, int]
-#: From late to early: behind the layer's experts, before them, before its attention.
-PLACES = ("exit", "ffn", "entry")
 #: Gains below this share of a layer's time are within the model's error.
 LEAST_GAIN = 0.01
 
 
 @dataclass(frozen=True)
 class Option:
-    """A prefetch of `most` experts begun at `place`, and the microseconds of a layer with it."""
+    """A prefetch of `most` experts begun at `place`, and the microseconds of a layer with it; None: not known."""
 
     place: str
     most: int
-    us: float
+    us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -57,22 +56,20 @@ class Prefetch:
     window_us: dict[str, float] | None = None
 
 
-def plan_prefetches(program: Program) -> dict[Pair, Prefetch]:
+#: Puts the prefetch of an option into the layers of a pair.
+Start = Callable[[Program, Pair, Option], None]
+
+
+def plan_prefetches(program: Program, start: Start) -> dict[Pair, Prefetch]:
     """What is decided for every pair of a program that has passed cache-experts, and not yet place-prefetch."""
-    found = {}
-    for pair in pairs(program):
-        if pair[1]:
-            bodies = program.bodies[pair[0]], program.bodies[pair[1]]
-            costs, unknown = zip(*(_costs(program, body) for body in bodies), strict=True)
-            found[pair] = plan_prefetch(program, bodies, costs, any(unknown))
-    return found
+    return {pair: plan_prefetch(program, pair, start) for pair in pairs(program) if pair[1]}
 
 
 def pairs(program: Program) -> dict[Pair, list[int]]:
     """Layers by the pair they are of; no later body where nothing is cached there, or nothing can be guessed here."""
     cache = program.cache
     assert cache is not None
-    cached = _having(program, "cached_experts") if is_cached(program) else {}
+    cached = _having(program, "cached_experts") if is_cached(program) and cache.prefetch != "none" else {}
     routed = _having(program, "route")
     sources = {_source(sorted(cached), index, cache.ahead): layer for index, layer in enumerate(sorted(cached))}
     found: dict[Pair, list[int]] = {}
@@ -95,95 +92,125 @@ def _having(program: Program, name: str) -> dict[int, str]:
     return {layer: body for body in sorted(bodies) for layer in program.layers_of(body)}
 
 
-def _costs(program: Program, body: Body) -> tuple[dict[fx.Node, float], bool]:
-    """Microseconds of a body's operations where every expert is in a slot, and whether some are unknown."""
+def plan_prefetch(program: Program, pair: Pair, start: Start) -> Prefetch:
+    """Choose for the layers of one pair."""
+    cache, model = program.cache, LayerModel.of(program, program.bodies[pair[1]])
+    assert cache is not None and cache.slots is not None
+    room = min(cache.slots - most_pinned(program), math.ceil(model.misses))
+    if room == 0:
+        return Prefetch(None, "nothing is missed", model.misses)
+    places = ("ffn",) if cache.prefetch == "history" else PLACES
+    trials = {place: _try(program, pair, start, Option(place, room), model) for place in places}
+    if model.is_unknown or None in trials.values():
+        reason = "rates are not known: before the experts, as many as fit"
+        return Prefetch(Option("ffn", room), reason, model.misses)
+    known = {place: trial for place, trial in trials.items() if trial is not None}
+    options = [
+        (Option(place, n), model.layer(n, recall(cache.prefetch, place), guess_us, window_us))
+        for place, (guess_us, window_us) in known.items()
+        for n in range(1, room + 1)
+    ]
+    plain, best = model.layer(), min(us for _, us in options)
+    windows = {place: window_us for place, (_, window_us) in known.items()}
+    figures = (model.misses, model.layer_us, plain, windows)
+    if plain - best < LEAST_GAIN * plain:
+        return Prefetch(None, _against(model, cache.prefetch, plain, best), *figures)
+    option, us = next((option, us) for option, us in options if us <= best * (1 + LEAST_GAIN))
+    short = f"; shortened from {room} to {option.most} experts" if option.most < room else ""
+    return Prefetch(replace(option, us=us), f"predicted gain {(plain - us) / plain:.1%}{short}", *figures)
+
+
+def _try(
+    program: Program, pair: Pair, start: Start, option: Option, model: LayerModel
+) -> tuple[float, float] | None:
+    """Microseconds of the guess, and from its end until the later layer's wait; None where a rate is unknown."""
+    name, _, _ = pair
+    bare = copy_body(program.bodies[name])
+    tried = replace(program, bodies={**program.bodies, name: copy_body(bare)})
+    start(tried, pair, option)
+    spans, before = (_spans(p, b) for p, b in ((tried, tried.bodies[name]), (program, bare)))
+    if spans is None or before is None:
+        return None
+    begun = next(span.start for span in spans if op_of(span.node).name == "prefetch.start")
+    return _end(spans) - _end(before), _end(spans) - begun + model.between_us
+
+
+def _spans(program: Program, body: Body) -> list[Span] | None:
+    """When the operations of a layer run where no copy takes time; None where a rate is unknown."""
     sizes = sizes_of(program, body)
     nodes = [node for node in body.graph.nodes if is_op(node)]
     costs = {node: 0.0 if "cache" in op_of(node).effects else node_cost(sizes, node).us for node in nodes}
-    return {node: us or 0.0 for node, us in costs.items()}, None in costs.values()
+    if None in costs.values():
+        return None
+    known = {node: us or 0.0 for node, us in costs.items()}
+    if program.overlap != "off":
+        reorder(body, known.__getitem__)
+    return simulate(body, known.__getitem__)
 
 
-def plan_prefetch(
-    program: Program, bodies: Sequence[Body], costs: Sequence[Mapping[fx.Node, float]], is_unknown: bool
-) -> Prefetch:
-    """Choose for layers of the first body, which prefetch for those of the second.
-
-    `costs`: microseconds of the operations of each where every expert is in a slot; `is_unknown`: some are not known.
-    """
-    cache, (body, target) = program.cache, bodies
-    assert cache is not None and cache.slots is not None
-    sizes = sizes_of(program, target)
-    misses = missed(sizes)
-    room = min(cache.slots - most_pinned(program), math.ceil(misses))
-    if is_unknown or copies(program, target, 1.0).unknown:
-        return Prefetch(
-            Option("ffn", room, math.nan), "rates are not known: before the experts, as many as fit", misses
-        )
-    model = _Model(program, target, sizes, misses, simulate(target, costs[1].__getitem__))
-    windows = model.windows(simulate(body, costs[0].__getitem__))
-    options = [
-        Option(place, n, model.layer(windows[place], n, recall(cache.prefetch, place)))
-        for place in (("ffn",) if cache.prefetch == "history" else PLACES)
-        for n in range(1, room + 1)
-    ]
-    plain, best = model.layer(0.0, 0, 0.0), min((option.us for option in options), default=math.inf)
-    figures = (misses, model.layer_us, plain, windows)
-    if plain - best < LEAST_GAIN * plain:
-        return Prefetch(None, model.against(cache.prefetch, plain, best), *figures)
-    chosen = next(option for option in options if option.us <= best * (1 + LEAST_GAIN))
-    short = f"; shortened from {room} to {chosen.most} experts" if chosen.most < room else ""
-    return Prefetch(chosen, f"predicted gain {(plain - chosen.us) / plain:.1%}{short}", *figures)
+def _end(spans: list[Span]) -> float:
+    return max(span.end for span in spans)
 
 
 @dataclass(frozen=True)
-class _Model:
-    """One sparse layer that prefetches for one like it."""
+class LayerModel:
+    """One sparse layer among others like it. `spans`: where all its experts are there, None: some rate is unknown."""
 
     program: Program
-    target: Body
+    body: Body
     sizes: Sizes
     misses: float
-    spans: list[Span]
+    spans: list[Span] | None
+
+    @classmethod
+    def of(cls, program: Program, body: Body) -> LayerModel:
+        sizes = sizes_of(program, body)
+        return cls(program, body, sizes, missed(sizes), _spans(program, copy_body(body)))
+
+    @property
+    def is_unknown(self) -> bool:
+        return self.spans is None or bool(copies(self.program, self.body, 1.0).unknown)
 
     @property
     def layer_us(self) -> float:
-        return max(span.end for span in self.spans)
+        """Where all experts are there."""
+        assert self.spans is not None
+        return _end(self.spans)
 
-    def windows(self, spans: list[Span]) -> dict[str, float]:
-        """Microseconds from each place in a layer until the wait of the layer `ahead`."""
-        assert self.program.cache is not None
-        end = max(span.end for span in spans)
-        ffn = next((span.start for span in spans if reads_ffn_norm(span.node)), end)
+    @property
+    def between_us(self) -> float:
+        """From the end of the layer that prefetches until the wait of the one it does so for."""
+        if self.spans is None or self.program.cache is None:
+            return 0.0
         wait = next(span.start for span in self.spans if op_of(span.node).name == "prefetch.wait")
-        between = (self.program.cache.ahead - 1) * self.layer_us + wait
-        return {"exit": between, "ffn": end - ffn + between, "entry": end + between}
+        return (self.program.cache.ahead - 1) * self.layer_us + wait
 
-    def layer(self, window: float, most: int, share: float) -> float:
-        """Microseconds of a layer in the long run."""
+    def layer(self, most: int = 0, share: float = 0.0, guess_us: float = 0.0, window_us: float = 0.0) -> float:
+        """Microseconds of a layer in the long run; of its misses, `share` of `most` prefetched experts are spared."""
         demanded = self.misses - share * min(most, self.misses)
-        late = max(0.0, self._copy(most) - window)
-        copying = self._copy(demanded + most)
-        return max(self.layer_us + self._exposed(demanded) + late, copying)
+        late = max(0.0, self.copy_us(most) - window_us)
+        return max(self.layer_us + guess_us + self.exposed_us(demanded) + late, self.copy_us(demanded + most))
 
-    def _exposed(self, demanded: float) -> float:
+    def exposed_us(self, demanded: float) -> float:
         """What copies take beyond the work on the experts that are there."""
+        assert self.spans is not None
         served = next(span for span in self.spans if op_of(span.node).name == "cached_experts")
         there = (served.end - served.start) * (1.0 - min(1.0, demanded / self.sizes.active_experts()))
-        return max(0.0, self._copy(demanded) - there)
+        return max(0.0, self.copy_us(demanded) - there)
 
-    def _copy(self, experts: float) -> float:
-        return copies(self.program, self.target, experts).us
+    def copy_us(self, experts: float) -> float:
+        return copies(self.program, self.body, experts).us
 
-    def against(self, by: str, plain: float, best: float) -> str:
-        """Why there is no prefetch."""
-        if self._exposed(self.misses) == 0.0 and plain <= self.layer_us:
-            return f"copies on demand are hidden as it is: {self.misses:.1f} experts a layer and step"
-        if self._copy(self.misses) >= plain:
-            return (
-                f"the copies themselves take the time: {self.misses:.1f} experts a layer and step are missed, and of"
-                f" those {by} names, {1 - recall(by, 'ffn'):.0%} would be fetched for nothing"
-            )
-        return f"the best prefetch gains {max(1 - best / plain, 0.0):.1%}, less than {LEAST_GAIN:.0%}"
+
+def _against(model: LayerModel, by: str, plain: float, best: float) -> str:
+    """Why there is no prefetch."""
+    many = f"{model.misses:.1f} experts a layer and step"
+    if plain <= model.layer_us:
+        return f"copies on demand are hidden as it is: {many}"
+    if model.copy_us(model.misses) >= plain * (1 - LEAST_GAIN):
+        wrong = f"{1 - recall(by, 'ffn'):.0%} of what {by} names is not needed"
+        return f"the copies themselves take the time: {many} are missed, and {wrong}"
+    return f"the best prefetch gains {max(1 - best / plain, 0.0):.1%}, less than {LEAST_GAIN:.0%}"
 
 
 def reads_ffn_norm(node: fx.Node) -> bool:

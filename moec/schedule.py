@@ -57,8 +57,9 @@ class Streams:
         """Issue one operation."""
         name, stream, cost = op_of(node).name, str(node.meta["stream"]), self.cost(node)
         if name in STARTS:
-            begin = self.now if name == "prefetch.wait" else max(self.now, self.free.get(stream, 0.0))
-            self.free[stream] = self.ends[node] = begin + cost
+            free = max(self.now, self.free.get(stream, 0.0))
+            begin = self.now if name == "prefetch.wait" else free
+            self.free[stream], self.ends[node] = free + cost, begin + cost
             self.now += ISSUE_US
             return Span(node, stream, begin, begin + cost)
         if name in ENDS:

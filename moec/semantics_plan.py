@@ -58,6 +58,8 @@ def check_plan(
     cache = None
     if declared is not None and run.cache is not None:
         cache = fit_cache(declared, model, mesh, run.cache.span, values.problems)
+        for phase in phases.values():
+            _need_one_piece(node, phase, run.cache, values)
     prefill, decode = phases["prefill"], phases["decode"]
     if prefill is None or decode is None or len(values.problems.found) > before:
         return None
@@ -208,6 +210,16 @@ def _need_equal_nodes(node: ast.Plan, phase: Phase | None, mesh: MeshSpec, value
     also = [Label(mesh.span, f"{cluster.num_nodes} nodes of {cluster.devices_per_node} devices")]
     message = f"`{phase.exchange}` needs the same number of ranks of an ep({mesh.ep}) group in each node it spans"
     values.problems.add("E0309", message, at, help=help, also=also)
+
+
+def _need_one_piece(node: ast.Plan, phase: Phase | None, cache: ast.Name, values: Values) -> None:
+    """A cache is asked once for all experts that a layer's rows need: chunks would copy an expert once for each."""
+    if phase is None or phase.overlap in ("off", "auto"):
+        return
+    at = next(item.name.span for item in _written(node, phase.name)[0].items if item.name.id == "overlap")
+    message = f"`overlap = {phase.overlap}` does not go with cache `{cache.id}`"
+    help = "cached experts are looked up once a layer: use `overlap = auto` or `off`"
+    values.problems.add("E0224", message, at, help=help, also=[Label(cache.span, "because of this")])
 
 
 def _degrees(size: int) -> str:

@@ -12,7 +12,7 @@ from moec.cost_exchange import copy_body
 from moec.ir import Body, Program, Run, is_op, op_of, operands, output_of, results_of
 from moec.ir_build import Builder
 from moec.passes.base import Pass
-from moec.plan_prefetch import Option, Pair, pairs, plan_prefetches, reads_ffn_norm
+from moec.plan_prefetch import Option, Pair, Prefetch, pairs, plan_prefetches, reads_ffn_norm
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PlacePrefetch(Pass):
     def run(self, program: Program) -> None:
         if program.cache is None or program.cache.prefetch == "none":
             return
-        chosen = {pair: found.chosen for pair, found in plan_prefetches(program).items() if found.chosen is not None}
+        chosen = {pair: found.chosen for pair, found in self.compare(program).items() if found.chosen is not None}
         if not chosen:
             program.cache = replace(program.cache, prefetch="none")
             return
@@ -46,6 +46,14 @@ class PlacePrefetch(Pass):
                     body = _peel(program, before[name], layers, "lead" if pair else "last")
                 if pair is not None:
                     _start(program, body, before[pair[1]], pair[2], chosen[pair])
+
+    def compare(self, program: Program) -> dict[Pair, Prefetch]:
+        """What is decided for each kind of layer of a program that has no prefetch yet, and why."""
+
+        def start(tried: Program, pair: Pair, option: Option) -> None:
+            _start(tried, tried.bodies[pair[0]], program.bodies[pair[1]], pair[2], option)
+
+        return plan_prefetches(program, start)
 
 
 def _groups(program: Program, chosen: Mapping[Pair, Option]) -> dict[str, dict[Pair | None, list[int]]]:
