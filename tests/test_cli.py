@@ -399,4 +399,4 @@ def test_every_runtime_code_has_a_page_and_every_page_a_code() -> None:
     for code in pages:
         lines = (ROOT / "specs" / "errors" / f"{code}.md").read_text().splitlines()
         assert lines[0].startswith(f"# {code}: ")
-        assert any(f"moec: error[{code}]: " in line for line in lines)
+        assert any(f"moec: {kind}[{code}]: " in line for line in lines for kind in ("error", "note"))

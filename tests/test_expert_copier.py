@@ -1,4 +1,4 @@
-"""The copier: what overtakes what, what is stopped, and what is told; without clocks, by tiers that wait for the test."""
+"""The copier: what overtakes what, what is stopped, what is told; without clocks, by tiers that wait for the test."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import threading
@@ -129,6 +130,14 @@ def test_an_expert_in_the_place_of_another_is_noticed(tmp_path: Path) -> None:
         with pytest.raises(FileFault, match="does not have the bytes"):
             read(file, key)
     assert torch.equal(read(file, (0, 5))[0], blob((0, 5)))
+
+
+def test_a_file_of_other_experts_under_this_name_is_noticed(tmp_path: Path) -> None:
+    other = replace(CONTENTS, fingerprint="3f2b")
+    opened(tmp_path, other)[0].close()
+    os.replace(tmp_path / other.file_name, tmp_path / CONTENTS.file_name)
+    with pytest.raises(FileFault, match="has a damaged head"):
+        ExpertFile(tmp_path / CONTENTS.file_name, CONTENTS)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +282,22 @@ def test_of_two_that_want_a_file_one_writes_it_and_the_other_waits(tmp_path: Pat
     assert results["first"] == list(CONTENTS.keys)
     assert all(torch.equal(read(file, key)[0], blob(key)) for key in CONTENTS.keys)
     assert (checkpoints["second"].asked, names(tmp_path)) == ([], [CONTENTS.file_name])
+
+
+def test_a_lock_on_a_file_that_is_gone_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has published or removed its partial file between this one's open and lock."""
+    lock, locked = fcntl.flock, list[int]()
+
+    def lock_too_late(descriptor: int, how: int) -> None:
+        lock(descriptor, how)
+        locked.append(descriptor)
+        if len(locked) == 1:
+            (tmp_path / f".{CONTENTS.file_name}.partial").unlink()
+
+    monkeypatch.setattr("fcntl.flock", lock_too_late)
+    file, _, _ = opened(tmp_path)
+    assert torch.equal(read(file, (1, 2))[0], blob((1, 2)))
+    assert (len(locked), names(tmp_path)) == (2, [CONTENTS.file_name])
 
 
 @pytest.mark.parametrize("contents", [CONTENTS, replace(CONTENTS, fingerprint="77")], ids=["same", "another"])

@@ -14,7 +14,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -156,21 +156,15 @@ def _sweep(folder: Path, mine: Path) -> None:
     """Remove what processes left that died while they wrote: partial files that nobody has locked."""
     for left in folder.glob(".experts-*.moec.partial"):
         if left != mine:
-            try:
-                with _only_writer_now(left):
-                    pass
-            except OSError:
-                continue  # not ours to remove
+            with suppress(OSError):  # not ours to remove
+                _remove_unlocked(left)
 
 
-@contextmanager
-def _only_writer_now(left: Path) -> Iterator[None]:
-    descriptor = _lock(left)
-    try:
-        yield
-    finally:
-        if descriptor is not None:
-            left.unlink()
+def _remove_unlocked(partial: Path) -> None:
+    if (descriptor := _lock(partial)) is not None:
+        try:
+            partial.unlink()
+        finally:
             os.close(descriptor)
 
 
