@@ -43,6 +43,7 @@ class Tier(Protocol):
         Raises:
             MoecError: the expert cannot be had. What `into` holds then is not to be used.
         """
+        ...
 
 
 class HostTier:
