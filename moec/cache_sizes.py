@@ -17,6 +17,8 @@ from moec.ops import WIDTH
 
 #: Slots start at multiples of this, as torch's own tensors do.
 SLOT_ALIGNMENT = 64
+#: What a device takes at once of an expert that is read from a file; so much host memory lies between the two.
+DEVICE_PIECE_BYTES = 4 << 20
 
 
 def expert_params(body: Body) -> list[str]:

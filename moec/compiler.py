@@ -39,6 +39,7 @@ from moec.passes.shard_attention import ShardAttention
 from moec.passes.shard_experts import ShardExperts
 from moec.passes.split_stages import SplitStages
 from moec.passes.split_tokens import SplitTokens
+from moec.plan_cache import CacheTables, cache_document
 from moec.plan_document import plan_document
 from moec.plan_exchange import ExchangeTables
 from moec.plan_trace import PlanTrace, open_trace
@@ -89,8 +90,8 @@ def compile(
     chosen, source = checked_plan(path, plan, overrides)
     traced = routing_of(chosen, trace)
     prefer = "triton" if target != "cpu" else kernels
-    tables = ExchangeTables(chosen)
-    watching: list[Observer] = [*observers, tables]
+    exchanges, caches = ExchangeTables(chosen), CacheTables()
+    watching: list[Observer] = [*observers, exchanges, caches]
     stages = [
         {phase: compile_phase(chosen, phase, source.name, prefer, watching, None, stage, traced) for phase in PHASES}
         for stage in range(chosen.mesh.pp)
@@ -99,7 +100,8 @@ def compile(
     folder = find_weights(chosen.model.weights, path.parent, weights, must_exist=False)
     fingerprint = open_checkpoint(folder).fingerprint if folder is not None and has_weights(folder) else None
     sources, reports = compile_kernels(programs, target)
-    document = plan_document(chosen, stages, tables.found, target, reports, fingerprint, traced)
+    cache = cache_document(chosen, stages, caches.found, target, path.parent)
+    document = plan_document(chosen, stages, exchanges.found, target, reports, fingerprint, traced, cache)
     modules = {f"{name_of(program)}.py": render_phase(program) for program in programs}
     pairs = tuple((stage["prefill"], stage["decode"]) for stage in stages)
     return Artifact(pairs, document, modules | sources, path.parent)

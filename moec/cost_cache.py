@@ -73,12 +73,22 @@ def missed(sizes: Sizes) -> float:
 
 
 def recall(by: str, place: str) -> float:
-    """Share of a layer's misses that a prefetch begun at `place` names."""
+    """Share of what a prefetch begun at `place` fetches that its layer needs."""
     return HISTORY_RECALL if by == "history" else ROUTER_RECALL[place]
 
 
+def spared(sizes: Sizes, most: int, share: float) -> float:
+    """Misses of a step that a prefetch of `most` experts spares, `share` of which its layer needs.
+
+    Each takes the slot of another, which the layer would have needed as often as it needs any: what a step that uses
+    every expert gains is nothing.
+    """
+    is_used = sizes.active_experts() / most_held(sizes.program)
+    return share * (1.0 - is_used) * min(float(most), missed(sizes))
+
+
 def prefetched(program: Program, body: Body) -> tuple[int, float]:
-    """Experts that are prefetched for a layer of `body` at most, and the share of its misses they stand for."""
+    """Experts that are prefetched for a layer of `body` at most, and the share of them that it needs."""
     for other in program.bodies.values():
         for node in other.graph.nodes:
             if is_op(node) and op_of(node).name == "prefetch.start":
@@ -100,10 +110,8 @@ def place_of(body: Body, start: fx.Node) -> str:
 
 
 def demanded(sizes: Sizes) -> float:
-    """Experts that a step has to wait for: those missed and not prefetched."""
-    most, share = prefetched(sizes.program, sizes.body)
-    misses = missed(sizes)
-    return misses - min(float(most), misses) * share
+    """Experts that a step has to wait for: those missed and not spared by a prefetch."""
+    return missed(sizes) - spared(sizes, *prefetched(sizes.program, sizes.body))
 
 
 def copied_by(sizes: Sizes, node: fx.Node) -> Copies:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from moec.checked import Plan
@@ -13,6 +13,7 @@ from moec.cost_flow import CLASSES
 from moec.declared import declared
 from moec.ir import Program, op_of
 from moec.parameters import count
+from moec.plan_cache import phase_name
 from moec.plan_trace import PlanTrace
 from moec.schedule import simulate
 
@@ -25,11 +26,13 @@ def plan_document(
     kernels: list[dict[str, Any]],
     fingerprint: Fingerprint | None,
     trace: PlanTrace | None = None,
+    cache: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The document: names, degrees, mathematics, parameters, memory per rank and, by phase, exchange, time and traffic.
 
     `stages`: the programs of each pipeline stage by phase. `exchanges`: tables of `moec.plan_exchange` by phase
-    and stage. `trace`: whose routing the costs are counted over, None: random routing.
+    and stage. `trace`: whose routing the costs are counted over, None: random routing. `cache`: the section that
+    `moec.plan_cache` makes.
     """
     first = stages[0]["prefill"]
     programs = [program for stage in stages for program in stage.values()]
@@ -42,6 +45,7 @@ def plan_document(
         "declared": declared(model),
         "weights": {"path": model.weights, "fingerprint": fingerprint and fingerprint.to_json()},
         "trace": trace and trace.to_json(),
+        "cache": cache,
         "compute": plan.compute,
         "context": plan.context,
         "parameters": asdict(count(model)),
@@ -55,13 +59,9 @@ def plan_document(
         "placement": {table: [list(held) for held in p.slots] for table, p in placements.items()},
         "target": target,
         "kernels": kernels,
-        "phases": {_name(program): _phase(program, exchanges) for program in programs},
+        "phases": {phase_name(program): _phase(program, exchanges) for program in programs},
         "memory": [entry for stage in stages for entry in _memory(stage)],
     }
-
-
-def _name(program: Program) -> str:
-    return program.phase if program.mesh.pp == 1 else f"{program.phase}, stage {program.stage}"
 
 
 def _phase(program: Program, exchanges: Mapping[tuple[str, int], Any]) -> dict[str, Any]:
@@ -121,10 +121,9 @@ def _traffic(program: Program, body: str, cost: NodeCost) -> dict[str, Any]:
 
 
 def _memory(programs: Mapping[str, Program]) -> list[dict[str, int]]:
-    """Per rank: both phases share weights and KV memory, and the larger one's buffers count."""
+    """Per rank: both phases share weights, KV memory and expert slots, and the larger one's buffers count."""
     out = []
     for parts in zip(*(program.memory for program in programs.values()), strict=True):
-        weights, kv = parts[0].weights, parts[0].kv
-        buffers = max(part.buffers for part in parts)
-        out.append({"weights": weights, "kv": kv, "buffers": buffers, "total": weights + kv + buffers})
+        shared = replace(parts[0], buffers=max(part.buffers for part in parts))
+        out.append({**asdict(shared), "total": shared.total})
     return out

@@ -2,10 +2,13 @@
 
 The sooner it begins the more it can hide, and the less its guess is worth. So every place is tried out on a copy of the
 layer, with every number of experts, and of times as good as equal (within 1 %) the latest place and the fewest experts
-win. With n experts prefetched for m missed, r of them rightly, and exposed(m) what m copies take beyond the work on
+win. With m misses, n experts prefetched of which s spare a miss, and exposed(m) what m copies take beyond the work on
 experts that are there:
 
-    layer' = max(layer + guess + exposed(m - r n) + what n copies take beyond the later layer's wait, its copies in all)
+    layer' = max(layer + guess + exposed(m - s) + what n copies take beyond the later layer's wait, its copies in all)
+
+A prefetch that spares less than it copies for nothing is worth it only where the copies have time to spare, so where no
+rate is known it is left out.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from torch import fx
 
 from moec.cache_sizes import most_pinned
 from moec.cost import node_cost
-from moec.cost_cache import PLACES, copies, missed, recall
+from moec.cost_cache import PLACES, copies, missed, recall, spared
 from moec.cost_exchange import copy_body
 from moec.cost_sizes import Sizes, sizes_of
 from moec.ir import Body, Program, is_op, op_of
@@ -29,6 +32,8 @@ from moec.schedule import Span, reorder, simulate
 Pair = tuple[str, str, int]
 #: Gains below this share of a layer's time are within the model's error.
 LEAST_GAIN = 0.01
+#: Misses that a fetched expert must spare where it is not known what its copy costs.
+LEAST_SPARED = 0.5
 
 
 @dataclass(frozen=True)
@@ -102,8 +107,7 @@ def plan_prefetch(program: Program, pair: Pair, start: Start) -> Prefetch:
     places = ("ffn",) if cache.prefetch == "history" else PLACES
     trials = {place: _try(program, pair, start, Option(place, room), model) for place in places}
     if model.is_unknown or None in trials.values():
-        reason = "rates are not known: before the experts, as many as fit"
-        return Prefetch(Option("ffn", room), reason, model.misses)
+        return _unknown(model, room, recall(cache.prefetch, "ffn"))
     known = {place: trial for place, trial in trials.items() if trial is not None}
     options = [
         (Option(place, n), model.layer(n, recall(cache.prefetch, place), guess_us, window_us))
@@ -120,9 +124,15 @@ def plan_prefetch(program: Program, pair: Pair, start: Start) -> Prefetch:
     return Prefetch(replace(option, us=us), f"predicted gain {(plain - us) / plain:.1%}{short}", *figures)
 
 
-def _try(
-    program: Program, pair: Pair, start: Start, option: Option, model: LayerModel
-) -> tuple[float, float] | None:
+def _unknown(model: LayerModel, room: int, share: float) -> Prefetch:
+    """Without rates: where most of what is fetched spares a miss."""
+    if (spares := spared(model.sizes, room, share)) < LEAST_SPARED * room:
+        reason = f"rates are not known, and {room} experts fetched ahead would spare {spares:.1f} misses"
+        return Prefetch(None, reason, model.misses)
+    return Prefetch(Option("ffn", room), "rates are not known: before the experts, as many as fit", model.misses)
+
+
+def _try(program: Program, pair: Pair, start: Start, option: Option, model: LayerModel) -> tuple[float, float] | None:
     """Microseconds of the guess, and from its end until the later layer's wait; None where a rate is unknown."""
     name, _, _ = pair
     bare = copy_body(program.bodies[name])
@@ -186,8 +196,8 @@ class LayerModel:
         return (self.program.cache.ahead - 1) * self.layer_us + wait
 
     def layer(self, most: int = 0, share: float = 0.0, guess_us: float = 0.0, window_us: float = 0.0) -> float:
-        """Microseconds of a layer in the long run; of its misses, `share` of `most` prefetched experts are spared."""
-        demanded = self.misses - share * min(most, self.misses)
+        """Microseconds of a layer in the long run, where `most` are prefetched and `share` of these are needed."""
+        demanded = self.misses - spared(self.sizes, most, share)
         late = max(0.0, self.copy_us(most) - window_us)
         return max(self.layer_us + guess_us + self.exposed_us(demanded) + late, self.copy_us(demanded + most))
 
