@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,19 @@ class PlanTrace:
 
 def open_trace(path: Path, model: Model) -> PlanTrace:
     """The trace of a file. Raises E0780 where it is damaged, E0781 where it is of another model."""
-    trace = read_trace(path)
-    if reason := _misfit(trace, model):
-        help = "record one with this model: `moec run --record FILE.npz`"
-        raise fail("E0781", f"the trace `{path}` does not fit `{model.name}`: {reason}", help)
+    trace = check_fit(read_trace(path), path, model)
     own = {phase: trace.of_phase(number) for phase, number in PHASES.items()}
     routing = {phase: RoutingTrace(ids if ids.shape[1] else trace.expert_ids) for phase, ids in own.items()}
     return PlanTrace(path.name, hashlib.sha256(path.read_bytes()).hexdigest(), routing)
+
+
+def check_fit(trace: Trace, path: Path, model: Model) -> Trace:
+    """The trace of `path` as one of the model, with as many experts as that has. Raises E0781."""
+    if reason := _misfit(trace, model):
+        help = "record one with this model: `moec run --record FILE.npz`"
+        raise fail("E0781", f"the trace `{path}` does not fit `{model.name}`: {reason}", help)
+    counts = [layer.ffn.routed.count for layer in model.layers if isinstance(layer.ffn, Moe)]
+    return replace(trace, num_experts=max(trace.num_experts, *counts))
 
 
 def _misfit(trace: Trace, model: Model) -> str:

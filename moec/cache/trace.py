@@ -133,7 +133,7 @@ def _trace(arrays: dict[str, Array]) -> Trace:
     tokens = ids.shape[1]
     return Trace(
         ids,
-        _number("num_experts", arrays.get("num_experts", ids.max().astype(np.int64) + 1)),
+        _number("num_experts", arrays["num_experts"]) if "num_experts" in arrays else int(ids.max()) + 1,
         lengths,
         arrays.get("phase", np.full(tokens, DECODE, np.uint8)),
         arrays.get("step_starts", np.arange(tokens + 1, dtype=np.int64)),
