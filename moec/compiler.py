@@ -39,7 +39,7 @@ from moec.passes.shard_attention import ShardAttention
 from moec.passes.shard_experts import ShardExperts
 from moec.passes.split_stages import SplitStages
 from moec.passes.split_tokens import SplitTokens
-from moec.plan_cache import CacheTables, cache_document
+from moec.plan_cache import CacheTables, cache_document, with_learned
 from moec.plan_document import plan_document
 from moec.plan_exchange import ExchangeTables
 from moec.plan_trace import PlanTrace, open_trace
@@ -115,7 +115,7 @@ def checked_plan(path: Path, plan: str | None = None, overrides: Sequence[str] =
 
 def routing_of(plan: Plan, trace: Path | None) -> PlanTrace | None:
     """What costs are counted over: a trace, held against the plan's model (E0780, E0781), or random routing."""
-    return None if trace is None else open_trace(trace, plan.model)
+    return None if trace is None else with_learned(open_trace(trace, plan.model), plan)
 
 
 def compile_phase(

@@ -123,14 +123,22 @@ class TracedRouting:
 class RoutingTrace:
     """Expert choices of real tokens: `expert_ids` [sparse layers, tokens, k], layers in the order of the model.
 
-    Whether it fits a model is for who reads it to say (`moec.plan_trace`).
+    `learned`: the same of the trace that a cache's eviction goes by, where it is another one. Whether they fit a model
+    is for who reads them to say (`moec.plan_trace`).
     """
 
     expert_ids: NDArray[np.integer]
+    learned: NDArray[np.integer] | None = None
 
     def part(self, layers: Sequence[int]) -> RoutingTrace:
         """The trace of some of the sparse layers, numbered from 0."""
-        return RoutingTrace(self.expert_ids[list(layers)])
+        chosen = list(layers)
+        return RoutingTrace(self.expert_ids[chosen], None if self.learned is None else self.learned[chosen])
+
+    def popularity(self, num_experts: int) -> NDArray[np.integer]:
+        """How often each expert was chosen in what eviction goes by: [sparse layers, experts]."""
+        ids = self.expert_ids if self.learned is None else self.learned
+        return np.stack([np.bincount(layer.ravel(), minlength=num_experts) for layer in ids])
 
     def of_layers(self, layers: Sequence[int], num_experts: int) -> TracedRouting:
         """The choices of some of the sparse layers, numbered from 0, taken as one layer's."""

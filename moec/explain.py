@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from moec.diagnostics import did_you_mean, fail
+from moec.explain_cache import cache_lines, phase_lines
 from moec.explain_exchange import exchange_lines
 from moec.specs import read, shipped
 
@@ -23,7 +24,8 @@ def explain_code(code: str) -> str:
 
 def explain_plan(document: dict[str, Any]) -> str:
     """The plan of an artifact: model, ranks, memory, and what each phase sends."""
-    return "\n".join([*_head(document), "", *_memory(document), *_phases(document), *_kernels(document)]) + "\n"
+    parts = (_head(document), [""], _memory(document), _cache(document), _phases(document), _kernels(document))
+    return "\n".join(line for part in parts for line in part) + "\n"
 
 
 def _head(document: dict[str, Any]) -> Iterator[str]:
@@ -47,16 +49,23 @@ def _head(document: dict[str, Any]) -> Iterator[str]:
     yield f"weights     {weights or 'none: the plan compiles, it cannot run'}"
 
 
+def _cache(document: dict[str, Any]) -> Iterator[str]:
+    if (cache := document["cache"]) is not None:
+        yield ""
+        yield from cache_lines(cache)
+
+
 def _memory(document: dict[str, Any]) -> Iterator[str]:
     """Ranks that hold the same are one line."""
     lines: dict[tuple[int, ...], list[int]] = {}
     for rank, entry in enumerate(document["memory"]):
-        lines.setdefault(tuple(entry[k] for k in ("weights", "kv", "buffers", "total")), []).append(rank)
+        lines.setdefault(tuple(entry[k] for k in ("weights", "kv", "buffers", "slots", "total")), []).append(rank)
     limit = document["cluster"]["memory_bytes"]
     of = f" of {limit / GIB:.1f}" if limit else ""
     yield f"memory, GiB per rank (context {document['context']})"
-    for (weights, kv, buffers, total), ranks in lines.items():
+    for (weights, kv, buffers, slots, total), ranks in lines.items():
         parts = f"weights {weights / GIB:.3f}  kv {kv / GIB:.3f}  buffers {buffers / GIB:.3f}"
+        parts += f"  slots {slots / GIB:.3f}" if slots else ""
         yield f"  {_ranks(ranks):<12} {parts}  total {total / GIB:.3f}{of}"
 
 
@@ -76,6 +85,8 @@ def _phases(document: dict[str, Any]) -> Iterator[str]:
         yield f"{name}: up to {phase['tokens']} {rows} a step on each dp rank, exchange {phase['exchange']}"
         if phase["exchanges"] is not None:
             yield from exchange_lines(phase["exchanges"])
+        if document["cache"] is not None and (cached := document["cache"]["phases"].get(name)) is not None:
+            yield from (f"  {line}" for line in phase_lines(cached))
         for run in phase["runs"]:
             yield from _run(phase, run)
 

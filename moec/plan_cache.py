@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moec.cache.trace import read_trace
 from moec.cache_sizes import DEVICE_PIECE_BYTES, arena_bytes, host_experts, layer_bytes
 from moec.checked import Plan
 from moec.cost_cache import copies, demanded, hit_rate, prefetched
@@ -16,7 +17,7 @@ from moec.cost_sizes import sizes_of
 from moec.ir import Body, Program, op_of
 from moec.ir_slots import is_cached, most_held
 from moec.plan_prefetch import LayerModel, Pair, Prefetch, pairs
-from moec.plan_trace import open_trace
+from moec.plan_trace import PlanTrace, open_trace
 
 Place = tuple[str, int]
 
@@ -81,6 +82,17 @@ def cache_document(
             if (program.phase, program.stage) in found
         },
     }
+
+
+def with_learned(traced: PlanTrace, plan: Plan) -> PlanTrace:
+    """A trace to count costs over, with the one that the plan's cache evicts by, if it does. Raises E0780, E0781."""
+    if plan.cache is None or plan.cache.evict_trace is None:
+        return traced
+    path = Path(plan.cache.evict_trace)
+    open_trace(path, plan.model)  # refuses one of another model
+    learned = read_trace(path).expert_ids
+    routing = {phase: replace(own, learned=learned) for phase, own in traced.routing.items()}
+    return replace(traced, routing=routing)
 
 
 def phase_name(program: Program) -> str:

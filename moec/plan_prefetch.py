@@ -25,7 +25,7 @@ from moec.cost_cache import PLACES, copies, missed, recall, spared
 from moec.cost_exchange import copy_body
 from moec.cost_sizes import Sizes, sizes_of
 from moec.ir import Body, Program, is_op, op_of
-from moec.ir_slots import is_cached
+from moec.ir_slots import is_cached, most_held
 from moec.schedule import Span, reorder, simulate
 
 #: A body, the body of a later layer for which its layers prefetch, and how many layers later that is.
@@ -120,7 +120,7 @@ def plan_prefetch(program: Program, pair: Pair, start: Start) -> Prefetch:
     if plain - best < LEAST_GAIN * plain:
         return Prefetch(None, _against(model, cache.prefetch, plain, best), *figures)
     option, us = next((option, us) for option, us in options if us <= best * (1 + LEAST_GAIN))
-    short = f"; shortened from {room} to {option.most} experts" if option.most < room else ""
+    short = f"; shortened from {room} experts to {option.most}" if option.most < room else ""
     return Prefetch(replace(option, us=us), f"predicted gain {(plain - us) / plain:.1%}{short}", *figures)
 
 
@@ -214,9 +214,13 @@ class LayerModel:
 
 def _against(model: LayerModel, by: str, plain: float, best: float) -> str:
     """Why there is no prefetch."""
-    many = f"{model.misses:.1f} experts a layer and step"
+    many, held = f"{model.misses:.1f} experts a layer and step", most_held(model.program)
     if plain <= model.layer_us:
         return f"copies on demand are hidden as it is: {many}"
+    if (used := model.sizes.active_experts()) > held / 2:
+        return (
+            f"a step uses {used:.1f} of {held} experts: what is fetched ahead takes the slots of others that it needs"
+        )
     if model.copy_us(model.misses) >= plain * (1 - LEAST_GAIN):
         wrong = f"{1 - recall(by, 'ffn'):.0%} of what {by} names is not needed"
         return f"the copies themselves take the time: {many} are missed, and {wrong}"

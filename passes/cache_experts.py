@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import fx
 
 from moec.cache_sizes import count_slots
+from moec.cost_hits import traced_hit_rate
 from moec.ir import Body, Program, is_op, op_of, operands
 from moec.ir_build import Builder, erase
 from moec.ir_slots import most_held
@@ -17,6 +18,9 @@ from moec.passes.base import Pass
 @dataclass(frozen=True)
 class CacheExperts(Pass):
     """Settle how many slots a layer has, and read its experts from there. With a slot for each, nothing changes.
+
+    Where costs are counted over a trace, decode's share of hits is counted there too; a prefill is taken to find what
+    the slots have room for.
 
     before: %3 = grouped_gate_up(%1, %2, @experts.gate_up); %4 = grouped_linear(%3, %2, @experts.down)
     after:  %3 = prefetch.wait(%2, table=routed)
@@ -36,6 +40,8 @@ class CacheExperts(Pass):
         if slots >= held:
             program.cache = replace(program.cache, prefetch="none")
             return
+        if program.routing is not None and program.phase == "decode":
+            program.cache = replace(program.cache, hit_rate=round(traced_hit_rate(program), 4))
         for body in program.bodies.values():
             for node in list(body.graph.nodes):
                 if is_op(node) and op_of(node).name == "grouped_gate_up":
