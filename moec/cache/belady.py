@@ -2,15 +2,19 @@
 
 A step's look-ups of a layer are simultaneous, so a victim is never one of them. Experts of a layer are equally large,
 and a miss must be loaded, so this makes the fewest misses; a test holds it against trying out every choice.
+
+Only where a step wants more than there are slots, a policy that has to use real slots can do worse, by having to end
+with what passed through them last. The bound does not: what it has no use for leaves at once.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from moec.cache.policy import Key, Scope
+from moec.cache.residency import Counters
 
 #: Later than everything.
 NEVER = 1 << 62
@@ -45,7 +49,7 @@ class Belady:
                 self.admit(key)
 
     def admit(self, key: Key) -> None:
-        heap = self._heaps[self._pool(key[0])]
+        heap = self._heaps[self.pool_of(key[0])]
         self._next[key] = time = self._time(key)
         heapq.heappush(heap, (-time, key))
         if len(heap) > SLACK * len(self._next) + 64:
@@ -55,7 +59,7 @@ class Belady:
         del self._next[key]
 
     def victims(self, layer: int, count: int, kept: Collection[Key]) -> list[Key]:
-        heap = self._heaps[self._pool(layer)]
+        heap = self._heaps[self.pool_of(layer)]
         seen: list[tuple[int, Key]] = []
         found: list[Key] = []
         while heap and len(found) < count:
@@ -68,8 +72,8 @@ class Belady:
             heapq.heappush(heap, entry)
         return found
 
-    def order(self, layer: int, experts: Sequence[int]) -> list[int]:
-        return sorted(experts, key=lambda expert: (-self._time((layer, expert)), expert))
+    def worth(self, key: Key) -> float:
+        return -self._time(key)
 
     def _time(self, key: Key) -> int:
         coming = self._coming[key]
@@ -78,5 +82,54 @@ class Belady:
     def _is_current(self, entry: tuple[int, Key]) -> bool:
         return self._next.get(entry[1]) == -entry[0]
 
-    def _pool(self, layer: int) -> int:
+    def pool_of(self, layer: int) -> int:
+        """The number of the pool that a layer's experts share."""
         return layer if self.scope == "layer" else 0
+
+
+class Bound:
+    """The fewest misses with `slots` per layer. It is driven like a `Residency`, but has counts instead of slots."""
+
+    def __init__(
+        self, held: Sequence[Collection[int]], slots: int, policy: Belady, pinned: Collection[Key] = ()
+    ) -> None:
+        self.counters = [Counters() for _ in held]
+        self._policy, self._pinned, self._present = policy, frozenset(pinned), set[Key]()
+        self._free: defaultdict[int, int] = defaultdict(int)  # of a pool; less than none within a look-up
+        for layer in range(len(held)):
+            self._free[policy.pool_of(layer)] += slots - sum(key[0] == layer for key in self._pinned)
+
+    def fill(self, order: Iterable[Key]) -> None:
+        """Begin with the first keys of `order` for which there is room."""
+        for key in order:
+            if self._free[self._policy.pool_of(key[0])] and key not in self._present | self._pinned:
+                self._enter(key)
+
+    def demand(self, layer: int, experts: Collection[int]) -> None:
+        """One step looks up these experts of a layer at once."""
+        wanted = {(layer, expert) for expert in experts}
+        missing = wanted - self._present - self._pinned
+        self._policy.use(layer, sorted(expert for _, expert in wanted))
+        for key in missing:
+            self._enter(key)
+        surplus = -self._free[self._policy.pool_of(layer)]
+        leaving = self._policy.victims(layer, surplus, wanted)
+        if len(leaving) < surplus:  # this step alone is more than there is room for
+            leaving = self._policy.victims(layer, surplus, ())
+        for key in leaving:
+            self._leave(key)
+        counters = self.counters[layer]
+        counters.lookups += len(wanted)
+        counters.misses += len(missing)
+        counters.hits += len(wanted) - len(missing)
+
+    def _enter(self, key: Key) -> None:
+        self._present.add(key)
+        self._free[self._policy.pool_of(key[0])] -= 1
+        self._policy.admit(key)
+
+    def _leave(self, key: Key) -> None:
+        self._present.remove(key)
+        self._free[self._policy.pool_of(key[0])] += 1
+        self._policy.drop(key)
+        self.counters[key[0]].evictions += 1

@@ -41,6 +41,10 @@ class Policy(Protocol):
         """At most `count` admitted keys of the pool of `layer` that are not in `kept`, the first to leave first."""
         ...
 
-    def order(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Experts that have just been looked up, resident or not, by their worth: the first to leave first."""
+    def worth(self, key: Key) -> float:
+        """What keeping a key is worth, resident or not: the least leaves first.
+
+        Asked where a step looks up more than there are slots, so what it looks up needs to be compared, and to be
+        worth no less than what a policy of recency would let go before.
+        """
         ...

@@ -38,8 +38,8 @@ class Lru:
     def victims(self, layer: int, count: int, kept: Collection[Key]) -> list[Key]:
         return list(islice((key for key in self._pools[self._number(layer)] if key not in kept), count))
 
-    def order(self, layer: int, experts: Sequence[int]) -> list[int]:
-        return sorted(experts)  # used in the same step
+    def worth(self, key: Key) -> float:
+        return float(key in self._latest)
 
     def _renew(self, keys: Sequence[Key]) -> None:
         for key in keys:
@@ -112,8 +112,8 @@ class LeastStale:
             window.append(visit)
         return (found + self._newest_first(window, kept))[:count]
 
-    def order(self, layer: int, experts: Sequence[int]) -> list[int]:
-        return sorted(experts)
+    def worth(self, key: Key) -> float:
+        return float(key in self._latest)
 
     def _window(self, visit: int) -> int:
         return (self._now - visit) // self._num_layers

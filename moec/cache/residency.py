@@ -54,6 +54,10 @@ def least_slots(held: Sequence[Collection[int]], scope: Scope, pinned: Collectio
     return -(-(sum(need) + max(passing, default=0)) // max(len(held), 1))
 
 
+#: A step that wants more than there are slots passes through this many at least: one is computed, the next one comes.
+PASSING = 2
+
+
 class Residency:
     """The slots of one rank: a pool of `slots` for each layer, or one pool of slots x layers (`policy.scope`).
 
@@ -78,9 +82,11 @@ class Residency:
         self._guessed: dict[Key, None] = {}  # prefetched since the last look-up of their layer: nobody evicts them
         self._unused: set[Key] = set()  # prefetched and not used since
         self._wanted: set[Key] = set()  # by the latest look-up
+        self._pinned = frozenset(pinned)
         for layer, expert in sorted(pinned):
             self._check(layer, [expert])
             self._tables[layer][expert] = self._free[layer].pop()
+        self._room = [len(free) for free in self._free]  # what is not pinned
 
     def slot_of(self, layer: int, expert: int) -> int | None:
         return self._tables[layer].get(expert)
@@ -103,8 +109,8 @@ class Residency:
         """Serve the look-ups of one step in one layer. In this order: residents, then misses, each loaded once.
 
         A miss takes a free slot, else the policy's victim among what this step does not look up. Where the step wants
-        more than there are slots, it goes in waves: the next ones take slots of experts further up the same list,
-        which must have been computed by then, and what is worth most comes last, so that it stays.
+        more than there are slots, some take the slot of an expert further up the same list, which must have been
+        computed by then. What is worth most is not passed over: it stays where it is, or comes last.
         """
         wanted = sorted(set(experts))
         self._check(layer, wanted)
@@ -116,7 +122,7 @@ class Residency:
         misses = [expert for expert in wanted if expert not in table]
         self._count(layer, uses, len(misses))
         if misses:
-            uses += self._load(layer, misses)
+            self._load(layer, misses, uses)
         return uses
 
     def prefetch(self, layer: int, experts: Sequence[int], most: int | None = None) -> list[Load]:
@@ -138,21 +144,33 @@ class Residency:
         self.counters[layer].skipped += len(missing) - len(loads)
         return loads
 
-    def _load(self, layer: int, misses: list[int]) -> list[Use]:
-        places = self._places(layer, len(misses), self._wanted)
+    def _load(self, layer: int, misses: list[int], uses: list[Use]) -> None:
+        """Append a use for each miss to `uses`, which has the residents."""
+        staying: Collection[Key] = ()
+        if len(self._wanted - self._pinned) > self._room[layer]:
+            staying = self._staying(layer)
+            misses.sort(key=lambda expert: (self.policy.worth((layer, expert)), expert))
+        places = self._places(layer, len(misses), self._wanted.union(staying))
         if len(places) < len(misses):
             places += self._retract(len(misses) - len(places))
-        if len(places) < len(misses):
-            misses = self.policy.order(layer, misses)
-        uses: list[Use] = []
+        left = iter(misses)
         while True:
-            wave = misses[len(uses) : len(uses) + len(places)]
-            for expert, (slot, gone) in zip(wave, places, strict=True):
+            for (slot, gone), expert in zip(places, left, strict=False):
                 self._put(layer, expert, slot)
                 uses.append(Use(expert, slot, True, gone))
-            if len(uses) == len(misses):
-                return uses
-            places = self._places(layer, len(misses) - len(uses), ())
+            if (num_left := len(self._wanted) - len(uses)) == 0:
+                return
+            served = {use.slot: number for number, use in enumerate(uses)}
+            places = self._places(layer, num_left, staying)
+            places.sort(key=lambda place: served[place[0]])  # the longer ago, the sooner it is free
+
+    def _staying(self, layer: int) -> list[Key]:
+        """Residents that keep their slots while a step passes through the others: those worth most."""
+        layers = range(len(self._tables)) if self.policy.scope == "rank" else [layer]
+        resident = {(at, expert) for at in layers for expert in self._tables[at]} - self._guessed.keys()
+        ranked = sorted((resident | self._wanted) - self._pinned, key=lambda key: (self.policy.worth(key), key))
+        best = ranked[len(ranked) - max(self._room[layer] - PASSING, 0) :]
+        return [key for key in best if key in resident]
 
     def _places(self, layer: int, count: int, kept: Collection[Key]) -> list[tuple[int, Key | None]]:
         """At most `count` slots and who has just left each: free ones, then those of the policy's victims."""

@@ -37,9 +37,8 @@ class Scored(ABC):
         free = [(scores[key[1]], key) for key in self._pools[layer] if key not in kept]
         return [key for _, key in sorted(free)[:count]]
 
-    def order(self, layer: int, experts: Sequence[int]) -> list[int]:
-        scores = self.scores(layer)
-        return sorted(experts, key=lambda expert: (scores[expert], expert))
+    def worth(self, key: Key) -> float:
+        return self.scores(key[0])[key[1]]
 
 
 #: A use that is n steps old weighs n ** -FORGETTING.

@@ -6,14 +6,14 @@ Program starts its copies before the layer's own experts are known.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moec.cache.belady import Belady
+from moec.cache.belady import Belady, Bound
 from moec.cache.policies import policy_named
 from moec.cache.policy import Key, Policy, Scope
 from moec.cache.predictors import Predictor
@@ -35,6 +35,9 @@ class Prefetch:
     most: int
     layers: Collection[int] | None = None
     is_early: bool = False
+
+    def is_of(self, layer: int, num_layers: int) -> bool:
+        return layer + self.ahead < num_layers and (self.layers is None or layer in self.layers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,21 +90,28 @@ def simulate(
     """Run a trace through a new cache of one rank with `slots` per layer.
 
     `held[layer]`: the experts of this rank, all of them if None; look-ups of others are other ranks' business.
-    `initial`: what is loaded beforehand, uncounted, the best first. Raises ValueError as `Residency` does.
+    `initial`: what is loaded beforehand, uncounted, the best first. `Belady` without prefetch gives the bound: at steps
+    that want more than there are slots it does better than real slots can. Raises ValueError as `Residency` does.
     """
     held = held if held is not None else [range(trace.num_experts)] * trace.num_layers
-    residency = Residency(held, slots, policy, pinned)
-    residency.fill(initial)
     steps = look_ups(trace, held)
-    run = _Run(trace, residency, held, prefetch)
+    active = np.array([[len(experts) for experts in step] for step in steps], dtype=np.int64)
+    demanded, fetched = np.zeros_like(active), np.zeros_like(active)
+    cache: Bound | Residency
+    if isinstance(policy, Belady) and prefetch is None:
+        cache, guess = Bound(held, slots, policy, pinned), _no_guess
+    else:
+        cache = Residency(held, slots, policy, pinned)
+        guess = _guesses(trace, cache, held, prefetch, fetched) if prefetch is not None else _no_guess
+    cache.fill(initial)
     for number, step in enumerate(steps):
-        run.step(number, step)
-    return Outcome(
-        tuple(residency.counters),
-        np.array([[len(experts) for experts in step] for step in steps], dtype=np.int64),
-        run.demanded,
-        run.fetched,
-    )
+        for layer, experts in enumerate(step):
+            guess(number, layer, True)
+            missed = cache.counters[layer].misses
+            cache.demand(layer, experts)
+            demanded[number, layer] = cache.counters[layer].misses - missed
+            guess(number, layer, False)
+    return Outcome(tuple(cache.counters), active, demanded, fetched)
 
 
 def look_ups(trace: Trace, held: Sequence[Collection[int]] | None = None) -> list[list[list[int]]]:
@@ -137,29 +147,28 @@ def popularity_of(trace: Trace) -> Array:
     return np.stack([np.bincount(ids.ravel(), minlength=trace.num_experts) for ids in trace.expert_ids])
 
 
-class _Run:
-    def __init__(
-        self, trace: Trace, residency: Residency, held: Sequence[Collection[int]], prefetch: Prefetch | None
-    ) -> None:
-        self.trace, self.residency, self.prefetch = trace, residency, prefetch
-        self.held = [frozenset(experts) for experts in held]
-        self.demanded, self.fetched = (np.zeros((trace.num_steps, trace.num_layers), np.int64) for _ in range(2))
+#: What a layer does in a step, before (True) and after (False) its look-up.
+_Guess = Callable[[int, int, bool], None]
 
-    def step(self, number: int, looked_up: Sequence[Sequence[int]]) -> None:
-        for layer, experts in enumerate(looked_up):
-            if self.prefetch is not None and self.prefetch.is_early:
-                self._guess(self.prefetch, number, layer)
-            uses = self.residency.demand(layer, experts)
-            self.demanded[number, layer] = sum(use.is_loaded for use in uses)
-            if self.prefetch is not None and not self.prefetch.is_early:
-                self._guess(self.prefetch, number, layer)
 
-    def _guess(self, prefetch: Prefetch, step: int, layer: int) -> None:
-        later = layer + prefetch.ahead
-        if later >= self.trace.num_layers or not (prefetch.layers is None or layer in prefetch.layers):
+def _no_guess(number: int, layer: int, is_early: bool) -> None:
+    """The step of a run without prefetch."""
+
+
+def _guesses(
+    trace: Trace, residency: Residency, held: Sequence[Collection[int]], prefetch: Prefetch, fetched: Array
+) -> _Guess:
+    """Guess and load; loads are added to `fetched` [steps, layers]."""
+    mine = [frozenset(experts) for experts in held]
+
+    def guess(number: int, layer: int, is_early: bool) -> None:
+        if prefetch.is_early != is_early or not prefetch.is_of(layer, trace.num_layers):
             return
-        start, end = self.trace.step_starts[step : step + 2]
-        counts = np.bincount(self.trace.expert_ids[layer, start:end].ravel(), minlength=self.trace.num_experts)
-        guessed = prefetch.predictor.guess(step, layer, counts, prefetch.ahead)
-        mine = [expert for expert in guessed if expert in self.held[later]]
-        self.fetched[step, later] += len(self.residency.prefetch(later, mine, prefetch.most))
+        start, end = trace.step_starts[number : number + 2]
+        counts = np.bincount(trace.expert_ids[layer, start:end].ravel(), minlength=trace.num_experts)
+        later = layer + prefetch.ahead
+        guessed = prefetch.predictor.guess(number, layer, counts, prefetch.ahead)
+        loads = residency.prefetch(later, [expert for expert in guessed if expert in mine[later]], prefetch.most)
+        fetched[number, later] += len(loads)
+
+    return guess
