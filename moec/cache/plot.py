@@ -54,9 +54,10 @@ def write_plot(path: Path, report: Report) -> None:
 def _cost(report: Report) -> tuple[str, Callable[[Row], float]]:
     """What the right half shows: time per token, or else to the first one, or else copies."""
     tokens = report.lab.trace.num_tokens
-    for index, label in ((1, "predicted ms per token"), (0, "predicted ms to the first token")):
-        if all(row.times[index] is not None for row in report.rows):
-            return label, lambda row: (row.times[index] or 0.0) * 1e3
+    if all(row.times[1] is not None for row in report.rows):
+        return "predicted ms per token", lambda row: (row.times[1] or 0.0) * 1e3
+    if all(row.times[0] is not None for row in report.rows):
+        return "predicted ms to the first token", lambda row: (row.times[0] or 0.0) * 1e3
     return "experts copied per token", lambda row: row.transfers / tokens
 
 
