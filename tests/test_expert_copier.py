@@ -16,7 +16,7 @@ from moec.diagnostics import MoecError, fail
 from moec.runtime.expert_copier import Copier
 from moec.runtime.expert_file import Key
 from moec.runtime.expert_lane import Transfer
-from moec.runtime.expert_pace import Link, Rate, SystemClock
+from moec.runtime.expert_pace import Link, Load, Rate, SystemClock
 from moec.runtime.expert_tiers import HostTier, open_nvme
 from tests.expert_blobs import CONTENTS, Checkpoint, Notes, blob, flip
 
@@ -30,11 +30,12 @@ class Gated:
 
     name = "gated"
 
-    def __init__(self, rate: Rate | None = None, layers: tuple[int, ...] = (0, 1)) -> None:
-        self.rate, self.layers = rate, layers
+    def __init__(self, rate: Rate | None = None, layers: tuple[int, ...] = (0, 1), wake_bytes: int = 0) -> None:
+        self.rate, self.layers, self.wake_bytes = rate, layers, wake_bytes
         self.begun: queue.SimpleQueue[tuple[Key, int]] = queue.SimpleQueue()
+        self.copied_by: list[str] = []
         self.allowed = threading.Semaphore(0)
-        self.failing: dict[Key, Exception] = {}
+        self.failing: dict[Key, BaseException] = {}
 
     def bytes_of(self, key: Key) -> int | None:
         return PIECES * PIECE_BYTES if key[0] in self.layers else None
@@ -44,6 +45,7 @@ class Gated:
             if piece:
                 yield piece * PIECE_BYTES
             self.begun.put((key, piece))
+            self.copied_by.append(threading.current_thread().name)
             assert self.allowed.acquire(timeout=SECONDS)
             if key in self.failing:
                 raise self.failing[key]
@@ -93,8 +95,7 @@ def test_a_demand_overtakes_a_prefetch_between_two_pieces(gated: Gated) -> None:
         assert [gated.next() for _ in range(5)] == [(B, 0), (B, 1), (B, 2), (A, 1), (A, 2)]
         demand.wait()
         prefetch.wait()
-        lane = copier.lanes[0]
-        assert (lane.num_overtaken, lane.num_transfers, lane.num_bytes, lane.dropped_bytes) == (1, 2, 24, 0)
+        assert (copier.lanes[0].num_transfers, copier.lanes[0].num_bytes) == (2, 24)
     assert is_whole(ahead, A)
     assert is_whole(needed, B)
 
@@ -215,7 +216,7 @@ def test_what_is_cancelled_between_two_pieces_writes_no_other(gated: Gated) -> N
         gated.let_all()
         demand.wait()
         refilled.wait()
-        assert copier.lanes[0].dropped_bytes == PIECE_BYTES
+        assert copier.lanes[0].num_transfers == 2
     assert is_whole(into, C)
 
 
@@ -384,7 +385,121 @@ def test_an_expert_that_is_nowhere_ends_the_wait_for_it(tmp_path: Path) -> None:
     nvme.close()
 
 
+# --- few bytes --------------------------------------------------------------------------------------------------------
+
+
+def test_few_bytes_are_copied_by_who_waits_for_them() -> None:
+    tier, into, me = Gated(wake_bytes=25), slot(), threading.current_thread().name
+    tier.let_all()
+    with Copier([tier]) as copier:
+        few = [copier.start(A, into, is_demand=False), copier.start(B, slot(), is_demand=False)]
+        assert ([transfer.is_done for transfer in few], tier.copied_by) == ([True, True], [])
+        few[0].wait()
+        assert (is_whole(into, A), tier.copied_by) == (True, [me] * PIECES)
+        few[0].wait()
+        assert few[1].cancel()
+        with pytest.raises(AssertionError, match="was cancelled"):
+            few[1].wait()
+        assert (tier.copied_by, copier.lanes[0].num_transfers) == ([me] * PIECES, 1)
+
+
+def test_more_bytes_wake_the_thread_and_it_falls_asleep_again() -> None:
+    tier, me = Gated(wake_bytes=25), threading.current_thread().name
+    with Copier([tier]) as copier:
+        many = [copier.start(key, slot(), is_demand=False) for key in (A, B, C)]
+        assert tier.next() == (A, 0)
+        assert [transfer.is_done for transfer in many] == [False] * 3
+        tier.let_all()
+        for transfer in many:
+            transfer.wait()
+        assert tier.copied_by[0] == "experts-gated"
+        while copier.lanes[0].is_awake:  # the thread is on its way to sleep
+            threading.Event().wait(0.001)
+        del tier.copied_by[:]
+        copier.start(D, slot(), is_demand=True).wait()
+        assert tier.copied_by == [me] * PIECES
+
+
+def test_the_thread_goes_on_behind_a_piece_that_was_copied_for_it() -> None:
+    """Its waking up falls into a piece that another thread copies, and it must not miss its turn after that."""
+    tier = Gated(wake_bytes=20)
+    with Copier([tier]) as copier:
+        first = copier.start(A, slot(), is_demand=True)
+        waiting = threading.Thread(target=first.wait, name="waiting")
+        waiting.start()
+        assert tier.next() == (A, 0)
+        second = copier.start(B, slot(), is_demand=False)
+        assert copier.lanes[0].is_awake
+        tier.let_all()
+        waiting.join(SECONDS)
+        assert [tier.next() for _ in range(5)] == [(A, 1), (A, 2), (B, 0), (B, 1), (B, 2)]
+        second.wait()
+        assert tier.copied_by[0] == "waiting"
+        assert tier.copied_by[-1] in ("experts-gated", threading.current_thread().name)
+
+
+def test_an_error_in_few_bytes_is_raised_where_they_are_waited_for() -> None:
+    tier = Gated(wake_bytes=100)
+    tier.let_all()
+    tier.failing[A] = KeyboardInterrupt()
+    with Copier([tier]) as copier:
+        failed, other = copier.start(A, slot(), is_demand=True), copier.start(B, slot(), is_demand=True)
+        with pytest.raises(KeyboardInterrupt):
+            failed.wait()
+        other.wait()
+        assert failed.is_done
+
+
 # --- pace -------------------------------------------------------------------------------------------------------------
+
+#: Four bytes, which are a piece, take one second; the first of a transfer, three.
+SLOW = Rate(bandwidth=4.0, latency=2.0)
+LOAD_BYTES = 12
+
+
+def asked(link: Link, at: float, is_demand: bool = True) -> Load:
+    load = Load(LOAD_BYTES, at, is_demand)
+    link.ask(load)
+    return load
+
+
+def test_a_link_keeps_its_latency_and_bandwidth() -> None:
+    link = Link(SLOW, 4)
+    first, second = asked(link, 100.0), asked(link, 101.0)
+    assert (link.due(second), link.due(first)) == (110.0, 105.0)
+    assert link.due(asked(link, 120.0)) == 125.0
+
+
+def test_a_demand_waits_for_the_piece_on_the_link_and_no_other() -> None:
+    link = Link(SLOW, 4)
+    ahead, needed = asked(link, 0.0, is_demand=False), asked(link, 1.0)
+    assert link.due(needed) == 3 + 5
+    assert not link.is_there(ahead, 9.9)
+    assert link.is_there(ahead, 10.0)
+    assert ahead.due == 10.0
+
+
+def test_a_promoted_load_overtakes_prefetches_and_no_demand() -> None:
+    link = Link(SLOW, 4)
+    loads = [asked(link, 0.0, is_demand=False) for _ in range(3)]
+    needed = asked(link, 1.0)
+    link.promote(loads[2], 2.0)
+    assert [link.due(needed), link.due(loads[2])] == [8.0, 13.0]
+    link.run_until(100.0)
+    assert [load.due for load in loads] == [15.0, 20.0, 13.0]
+    link.promote(loads[0], 101.0)
+    assert link.due(loads[0]) == 15.0
+
+
+def test_a_dropped_load_leaves_the_link_after_its_piece() -> None:
+    link = Link(SLOW, 4)
+    unwanted, other = asked(link, 0.0, is_demand=False), asked(link, 0.0, is_demand=False)
+    link.drop(unwanted, 3.5)
+    assert link.due(asked(link, 3.5)) == 4 + 5
+    assert link.is_there(other, 14.0)
+    assert not link.is_there(unwanted, 1000.0)
+    link.drop(other, 1000.0)
+    assert link.is_there(other, 1000.0)
 
 
 class SetClock:
@@ -392,76 +507,73 @@ class SetClock:
 
     def __init__(self) -> None:
         self.time = 0.0
-        self.slept: queue.SimpleQueue[float] = queue.SimpleQueue()
         self.waited: list[float] = []
 
     def now(self) -> float:
         return self.time
 
-    def sleep_until(self, deadline: float) -> None:
-        self.slept.put(deadline)
-
     def wait_until(self, deadline: float) -> None:
         self.waited.append(deadline)
 
 
-#: Four bytes, which are a piece, take one second; the first of a transfer, three.
-SLOW = Rate(bandwidth=4.0, latency=2.0)
+@pytest.fixture
+def paced(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Copier, SetClock]]:
+    """A copier of one tier whose copies are over at once, and whose link is slow."""
+    monkeypatch.setattr("moec.runtime.expert_lane.PIECE_BYTES", PIECE_BYTES)
+    tier, clock = Gated(SLOW), SetClock()
+    tier.let_all()
+    with Copier([tier], clock) as copier:
+        yield copier, clock
 
 
-def test_an_emulated_tier_keeps_its_latency_and_bandwidth() -> None:
-    gated, clock = Gated(SLOW), SetClock()
-    with Copier([gated], clock) as copier:
-        clock.time = 100.0
-        first = copier.start(A, slot(), is_demand=True)
-        second = copier.start(B, slot(), is_demand=True)
-        gated.let(6)
-        assert [clock.slept.get(timeout=SECONDS) for _ in range(6)] == [103, 104, 105, 108, 109, 110]
-        first.wait()
-        second.wait()
-        assert clock.waited == [105, 110]
-        clock.time = 109.9
-        assert (first.is_done, second.is_done) == (True, False)
-        clock.time = 120.0
-        third = copier.start(C, slot(), is_demand=True)
-        gated.let(3)
-        third.wait()
-        assert clock.waited == [105, 110, 125]
+def test_who_waits_waits_until_the_link_has_brought_it(paced: tuple[Copier, SetClock]) -> None:
+    copier, clock = paced
+    clock.time = 100.0
+    first, second = copier.start(A, slot(), is_demand=True), copier.start(B, slot(), is_demand=True)
+    first.wait()
+    second.wait()
+    assert clock.waited == [105, 110]
+    clock.time = 109.9
+    assert (first.is_done, second.is_done) == (True, False)
+    clock.time = 110.0
+    assert second.is_done
+    clock.time = 120.0
+    copier.start(C, slot(), is_demand=False).wait()
+    assert clock.waited == [105, 110, 125]
 
 
-def test_a_thread_that_is_late_makes_no_transfer_late() -> None:
-    """The second was asked for while the link was busy; that its copy begins at 500 changes nothing."""
-    gated, clock = Gated(SLOW), SetClock()
-    with Copier([gated], clock) as copier:
-        copier.start(A, slot(), is_demand=True)
-        second = copier.start(B, slot(), is_demand=True)
-        gated.next()
-        clock.time = 500.0
-        gated.let(6)
-        second.wait()
-    assert clock.waited == [10]
+def test_what_is_promoted_or_waited_for_goes_first_on_the_link_too(paced: tuple[Copier, SetClock]) -> None:
+    copier, clock = paced
+    ahead = [copier.start(key, slot(), is_demand=False) for key in (A, B, C)]
+    clock.time = 1.0
+    ahead[2].promote()
+    ahead[2].wait()
+    ahead[1].wait()
+    ahead[0].wait()
+    assert clock.waited == [8, 13, 15]
 
 
-def test_a_demand_that_overtakes_waits_for_the_piece_on_the_link_alone() -> None:
-    gated, clock = Gated(SLOW), SetClock()
-    with Copier([gated], clock) as copier:
-        prefetch = copier.start(A, slot(), is_demand=False)
-        gated.next()
-        clock.time = 1.0
-        demand = copier.start(B, slot(), is_demand=True)
-        gated.let(6)
-        demand.wait()
-        prefetch.wait()
-    assert clock.waited == [3 + 5, 3 + 5 + 2]
+def test_what_is_cancelled_before_it_is_due_was_stopped(paced: tuple[Copier, SetClock]) -> None:
+    copier, clock = paced
+    unwanted, kept = copier.start(A, slot(), is_demand=False), copier.start(B, slot(), is_demand=False)
+    clock.time = 3.5
+    assert unwanted.cancel()
+    assert unwanted.cancel()
+    with pytest.raises(AssertionError, match="was cancelled"):
+        unwanted.wait()
+    kept.wait()
+    assert clock.waited == [9]
+    clock.time = 9.0
+    assert not kept.cancel()
+    kept.wait()
 
 
-def test_without_a_rate_nothing_is_due_later() -> None:
-    gated, clock = Gated(), SetClock()
+def test_without_a_rate_nobody_waits_for_a_link(gated: Gated) -> None:
+    clock = SetClock()
     gated.let_all()
     with Copier([gated], clock) as copier:
-        copier.start(A, slot(), is_demand=True).wait()
-        assert (clock.waited, clock.slept.empty()) == ([], True)
-    assert Link(None).carry(1 << 40, 5.0, is_first=True) == 0.0
+        copier.start(A, slot(), is_demand=False).wait()
+    assert clock.waited == []
 
 
 def test_the_machines_clock_is_never_early() -> None:

@@ -3,10 +3,12 @@
 1. `start` queues a transfer, behind the other demands or behind the other prefetches.
 2. The thread takes the first demand, else the first prefetch, and copies one piece of it with the lock released. Then
    it chooses anew: a demand overtakes a prefetch between two of its pieces, and the prefetch goes on afterwards.
-3. An emulated tier's link (`moec.runtime.expert_pace`) says when each piece is due. The thread takes up the next one no
-   sooner, and whoever waits for a transfer waits until it is due.
+3. To wake the thread, and to take turns with it at Python's lock, costs who computes as much as copying the tier's
+   `wake_bytes`. So less than that is left in the queue, and whoever waits for a transfer that nobody copies copies it.
+4. Where the tier is emulated, its link (`moec.runtime.expert_pace`) is told the same, and says when a transfer that is
+   there may be used.
 
-A slot is written only by the piece that is under way, and `Transfer.cancel` returns after it.
+One piece is under way at a time, so one thread writes. `Transfer.cancel` returns after it.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from moec.runtime.expert_file import Key
-from moec.runtime.expert_pace import Clock, Link
+from moec.runtime.expert_file import PIECE_BYTES, Key
+from moec.runtime.expert_pace import Clock, Link, Load
 from moec.runtime.expert_tiers import Tier
 
 
@@ -34,61 +36,74 @@ class State(Enum):
 
 
 class Transfer:
-    """One expert on its way into a slot."""
+    """One expert on its way into a slot. For the thread that started it."""
 
     def __init__(self, lane: Lane, key: Key, into: Tensor, is_demand: bool, asked_at: float) -> None:
-        self.key, self.into, self.is_demand, self.asked_at = key, into, is_demand, asked_at
+        self.key, self.into, self.is_demand = key, into, is_demand
         self.state = State.PENDING
         self.error: BaseException | None = None
-        self.copied, self.due = 0, 0.0
         self.pieces: Iterator[int] = lane.tier.pieces(key, into)
         #: What the device has been given to do so far may still read the expert that the slot holds now.
         self.after = torch.cuda.current_stream(into.device).record_event() if into.is_cuda else None
-        self._lane = lane
+        self.load = Load(into.numel(), asked_at, is_demand)
+        self._lane, self._link, self._clock = lane, lane.link, lane.clock
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-        return self.state is not State.PENDING and (self.due == 0.0 or self.due <= self._lane.clock.now())
+        """Whether `wait` has nothing to wait for: all is there, or so little is missing that it is left to `wait`."""
+        if self.state is State.PENDING and self._lane.is_awake:
+            return False
+        if self._link is None or self.state in (State.FAILED, State.DROPPED):
+            return True
+        return self._link.is_there(self.load, self._clock.now())
 
     def wait(self) -> None:
         """Return once the slot holds the expert. Raises what went wrong. What is waited for is a demand."""
-        if self.state is State.PENDING:
-            self._lane.wait(self)
+        self.promote()
+        self._lane.wait(self)
         if self.error is not None:
             raise self.error
         if self.state is State.DROPPED:
             raise AssertionError(f"the transfer of {self.key} was cancelled")
-        if self.due:
-            self._lane.clock.wait_until(self.due)
+        if self._link is not None:
+            self._clock.wait_until(self._link.due(self.load))
 
     def promote(self) -> None:
         """Make a prefetch a demand, behind those there are."""
+        if self.is_demand or self.state is State.DROPPED:
+            return
         self._lane.promote(self)
+        if self._link is not None:
+            self._link.promote(self.load, self._clock.now())
 
     def cancel(self) -> bool:
         """Stop it, after the piece that is under way. Whether it was stopped: False when the slot holds it whole.
 
         Either way nothing of it is written once this has returned.
         """
-        return self._lane.cancel(self)
+        if self._link is not None and self.state is not State.DROPPED:
+            now = self._clock.now()
+            if not self._link.is_there(self.load, now):
+                self._link.drop(self.load, now)
+                return self._lane.cancel(self, is_due=False)
+        return self._lane.cancel(self, is_due=True)
 
 
 class Lane:
     """The thread of one tier, and the two queues it serves.
 
-    `num_transfers` and `num_bytes` count what was brought whole; `num_overtaken`: how often a demand was taken up
-    before a prefetch that had begun; `dropped_bytes`: pieces of transfers that did not come to their end.
+    `num_transfers` and `num_bytes` count what was brought whole. `is_awake`: the thread is going through the queues.
     """
 
     def __init__(self, tier: Tier, clock: Clock) -> None:
         self.tier, self.clock = tier, clock
-        self.num_transfers = self.num_bytes = self.num_overtaken = self.dropped_bytes = 0
-        self._link = Link(tier.rate)
+        self.link = None if tier.rate is None else Link(tier.rate, PIECE_BYTES)
+        self.num_transfers = self.num_bytes = 0
         self._demands: deque[Transfer] = deque()
         self._prefetches: deque[Transfer] = deque()
         self._under_way: Transfer | None = None
-        self._is_closed = False
+        self._backlog = 0
+        self.is_awake = self._is_closed = False
         lock = threading.Lock()
         self._work, self._ended = threading.Condition(lock), threading.Condition(lock)
         self._stream: torch.cuda.Stream | None = None
@@ -100,31 +115,43 @@ class Lane:
         with self._work:
             if self._is_closed:
                 raise AssertionError("the copier is closed")
-            (self._demands if transfer.is_demand else self._prefetches).append(transfer)
-            self._work.notify()
+            self._queue(transfer).append(transfer)
+            self._backlog += transfer.into.numel()
+            if not self.is_awake and (self._backlog >= self.tier.wake_bytes or transfer.into.is_cuda):
+                self.is_awake = True
+                self._work.notify()
+        if self.link is not None:
+            self.link.ask(transfer.load)
         return transfer
 
     def wait(self, transfer: Transfer) -> None:
         """Return once `transfer` has ended, in whatever way."""
+        while self._is_left(transfer):
+            self._advance(transfer)
+
+    def _is_left(self, transfer: Transfer) -> bool:
+        """Wait until `transfer` has ended (False), or its next piece is the caller's to copy."""
         with self._ended:
-            self._promote(transfer)
-            while transfer.state is State.PENDING:
+            while transfer.state is State.PENDING and self._under_way is not None:
                 self._ended.wait()
+            if transfer.state is State.PENDING:
+                self._under_way = transfer
+            return transfer.state is State.PENDING
 
     def promote(self, transfer: Transfer) -> None:
         with self._ended:
-            self._promote(transfer)
-
-    def _promote(self, transfer: Transfer) -> None:
-        if not transfer.is_demand and transfer.state is State.PENDING:
-            self._prefetches.remove(transfer)
-            self._demands.append(transfer)
+            if transfer.state is State.PENDING:
+                self._prefetches.remove(transfer)
+                self._demands.append(transfer)
             transfer.is_demand = True
 
-    def cancel(self, transfer: Transfer) -> bool:
+    def cancel(self, transfer: Transfer, is_due: bool) -> bool:
+        """Whether `transfer` is stopped. `is_due`: its link has brought it."""
         with self._ended:
             if transfer.state is State.PENDING:
                 self._end(transfer, State.DROPPED)
+            elif transfer.state is State.WHOLE and not is_due:
+                transfer.state = State.DROPPED
             while self._under_way is transfer:
                 self._ended.wait()
         return transfer.state is not State.WHOLE
@@ -138,67 +165,65 @@ class Lane:
             self._work.notify()
         self._thread.join()
 
+    def _queue(self, transfer: Transfer) -> deque[Transfer]:
+        return self._demands if transfer.is_demand else self._prefetches
+
     def _end(self, transfer: Transfer, state: State) -> None:
         """Take it off its queue. With the lock held."""
-        (self._demands if transfer.is_demand else self._prefetches).remove(transfer)
+        self._queue(transfer).remove(transfer)
+        self._backlog -= transfer.into.numel()
         transfer.state = state
-        if state is State.WHOLE:
-            self.num_transfers, self.num_bytes = self.num_transfers + 1, self.num_bytes + transfer.copied
-        else:
-            self.dropped_bytes += transfer.copied
         self._ended.notify_all()
 
-    # --- the thread ---------------------------------------------------------------------------------------------------
-
-    @torch.inference_mode()  # or tensors made in that mode could not be written by this thread
     def _run(self) -> None:
         while (transfer := self._next()) is not None:
-            reached, error = 0, None
-            try:
-                reached = self._copy_piece(transfer)
-            except BaseException as caught:  # raised again by who waits for it; the thread serves the others
-                error = caught
-            self._account(transfer, reached, error)
+            self._advance(transfer)
             del transfer
-            if self._link.rate is not None:
-                self.clock.sleep_until(self._link.free_at)
 
     def _next(self) -> Transfer | None:
+        """The transfer that is the thread's to go on with; None once the lane is closed."""
         with self._work:
-            while not (self._is_closed or self._demands or self._prefetches):
+            while not (self._is_closed or self._has_turn()):
                 self._work.wait()
             if self._is_closed:
                 return None
-            waiting = self._prefetches[0] if self._prefetches else None
-            transfer = self._demands[0] if self._demands else self._prefetches[0]
-            if waiting is not None and waiting is not transfer and waiting.copied and not transfer.copied:
-                self.num_overtaken += 1
-            self._under_way = transfer
-            return transfer
+            self._under_way = (self._demands or self._prefetches)[0]
+            return self._under_way
 
-    def _copy_piece(self, transfer: Transfer) -> int:
-        """Copy one piece; how many bytes are there now. The device has finished with the piece as well."""
-        if transfer.after is None:
-            return next(transfer.pieces, transfer.into.numel())
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(transfer.into.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(transfer.after)
-            reached = next(transfer.pieces, transfer.into.numel())
-        self._stream.synchronize()
-        return reached
+    def _has_turn(self) -> bool:
+        if not (self._demands or self._prefetches):
+            self.is_awake = False
+        return self.is_awake and self._under_way is None
 
-    def _account(self, transfer: Transfer, reached: int, error: BaseException | None) -> None:
+    def _advance(self, transfer: Transfer) -> None:
+        """Copy the piece that is under way."""
+        is_over, error = False, None
+        try:
+            is_over = self._copy_piece(transfer)
+        except BaseException as caught:  # raised again by who waits for it; the thread serves the others
+            error = caught
         with self._ended:
             self._under_way = None
-            if error is None:
-                is_first, moved = transfer.copied == 0, reached - transfer.copied
-                transfer.due = self._link.carry(moved, transfer.asked_at, is_first)
-                transfer.copied = reached
             if transfer.state is State.DROPPED:  # while the piece was under way: who cancelled it waits
                 self._ended.notify_all()
             elif error is not None:
                 transfer.error = error
                 self._end(transfer, State.FAILED)
-            elif reached == transfer.into.numel():
+            elif is_over:
+                self.num_transfers, self.num_bytes = self.num_transfers + 1, self.num_bytes + transfer.into.numel()
                 self._end(transfer, State.WHOLE)
+            if self.is_awake:
+                self._work.notify()  # it may have waited for another thread's piece
+
+    @torch.inference_mode()  # or tensors made in that mode could not be written by this thread
+    def _copy_piece(self, transfer: Transfer) -> bool:
+        """Copy one piece; whether it was the last one. The device has finished with the piece as well."""
+        if transfer.after is None:
+            return next(transfer.pieces, None) is None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(transfer.into.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(transfer.after)
+            is_over = next(transfer.pieces, None) is None
+        self._stream.synchronize()
+        return is_over

@@ -1,7 +1,8 @@
 """The pace of a tier that is emulated: when its link would have brought what this machine has copied already.
 
-A link brings one piece after another. It takes up a piece when it is free and the piece has been asked for, so the
-time a piece is due follows from times of asking alone: sleeps that end late never add up.
+The copies themselves are made as fast as they can be. A `Link` works out, from the times of asking alone, when each of
+them is due; whoever waits for one waits until then. So the pace does not hang on when threads run, and no thread sleeps
+for it but the one that waits.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ctypes
 import sys
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,16 +28,82 @@ class Rate:
     latency: float = 0.0
 
 
+@dataclass(eq=False)
+class Load:
+    """One transfer as its link sees it. `left`: bytes not taken up yet; `due`: when the last one is there."""
+
+    left: int
+    asked_at: float
+    is_demand: bool
+    has_begun: bool = False
+    due: float | None = None
+
+
+class Link:
+    """A link that brings one piece after another: of the first demand, else of the first prefetch.
+
+    It takes up a piece when it is free and the piece was asked for. The times given to it never go back.
+    """
+
+    def __init__(self, rate: Rate, piece_bytes: int) -> None:
+        self.rate, self.piece_bytes = rate, piece_bytes
+        self._free_at = 0.0
+        self._demands: deque[Load] = deque()
+        self._prefetches: deque[Load] = deque()
+
+    def ask(self, load: Load) -> None:
+        """A load that is asked for now."""
+        self.run_until(load.asked_at)
+        self._queue(load).append(load)
+
+    def promote(self, load: Load, now: float) -> None:
+        """Make a prefetch a demand, behind those there are."""
+        self.run_until(now)
+        if load.due is None:
+            self._prefetches.remove(load)
+            self._demands.append(load)
+        load.is_demand = True
+
+    def drop(self, load: Load, now: float) -> None:
+        """Bring no further piece of it."""
+        self.run_until(now)
+        if load.due is None:
+            self._queue(load).remove(load)
+
+    def is_there(self, load: Load, now: float) -> bool:
+        self.run_until(now)
+        return load.due is not None and load.due <= now
+
+    def due(self, load: Load) -> float:
+        """When a demand is there, given that nothing more is asked for until then."""
+        while load.due is None:
+            self._carry(self._demands[0])
+        return load.due
+
+    def run_until(self, now: float) -> None:
+        """Take up every piece whose turn comes up to `now`."""
+        while (queue := self._demands or self._prefetches) and max(self._free_at, queue[0].asked_at) <= now:
+            self._carry(queue[0])
+
+    def _carry(self, load: Load) -> None:
+        taken_up = min(load.left, self.piece_bytes)
+        seconds = taken_up / self.rate.bandwidth + (0.0 if load.has_begun else self.rate.latency)
+        self._free_at = max(self._free_at, load.asked_at) + seconds
+        load.has_begun, load.left = True, load.left - taken_up
+        if load.left == 0:
+            load.due = self._free_at
+            self._queue(load).popleft()
+
+    def _queue(self, load: Load) -> deque[Load]:
+        return self._demands if load.is_demand else self._prefetches
+
+
 class Clock(Protocol):
     """Seconds, and waiting for them."""
 
     def now(self) -> float: ...
 
-    def sleep_until(self, deadline: float) -> None:
-        """Return at `deadline` or somewhat later."""
-
-    def wait_until(self, deadline: float) -> None:
-        """Return at `deadline`."""
+    def wait_until(self, deadline: float) -> None: ...
 
 
 class SystemClock:
@@ -47,17 +115,14 @@ class SystemClock:
     def now(self) -> float:
         return time.perf_counter()
 
-    def sleep_until(self, deadline: float) -> None:
+    def wait_until(self, deadline: float) -> None:
+        """Spends the last microseconds looking at the clock: a sleep is late by a fifth of a short transfer."""
         if not hasattr(self._thread, "is_sharp"):
             self._thread.is_sharp = True
             _sharpen_sleeps()
         left = deadline - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
-
-    def wait_until(self, deadline: float) -> None:
-        """Spends the last microseconds looking at the clock: a sleep is late by a fifth of a short transfer."""
-        self.sleep_until(deadline - _MARGIN_SECONDS)
+        if left > _MARGIN_SECONDS:
+            time.sleep(left - _MARGIN_SECONDS)
         while time.perf_counter() < deadline:
             pass
 
@@ -66,19 +131,3 @@ def _sharpen_sleeps() -> None:
     """Have the kernel end this thread's sleeps on time, not up to 50 us later to save power. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
-
-
-class Link:
-    """The time line of one link. Without a rate, what is there is never due later."""
-
-    def __init__(self, rate: Rate | None) -> None:
-        self.rate = rate
-        self.free_at = 0.0
-
-    def carry(self, num_bytes: int, asked_at: float, is_first: bool) -> float:
-        """When a piece of `num_bytes`, asked for at `asked_at`, is due; the first of a transfer has the latency."""
-        if self.rate is None:
-            return 0.0
-        taken = num_bytes / self.rate.bandwidth + (self.rate.latency if is_first else 0.0)
-        self.free_at = max(self.free_at, asked_at) + taken
-        return self.free_at

@@ -23,14 +23,21 @@ from moec.runtime.expert_pace import Rate
 
 #: Blobs in host memory start at multiples of this, as torch's own tensors do.
 _ALIGNMENT = 64
+#: Copied from memory in 100 us. A thread that wakes up and takes turns costs the one that computes 60 us, on busy cores
+#: many times as much.
+WAKE_BYTES = 1 << 20
 Bytes = npt.NDArray[np.uint8]
 
 
 class Tier(Protocol):
-    """Where experts lie. `rate`: what its copier keeps to, where the tier is emulated."""
+    """Where experts lie.
+
+    `rate`: what its copier keeps to, where the tier is emulated. `wake_bytes`: so many are worth a thread's waking up.
+    """
 
     name: str
     rate: Rate | None
+    wake_bytes: int
 
     def bytes_of(self, key: Key) -> int | None:
         """Bytes of the blob of an expert; None where this tier does not have it."""
@@ -50,6 +57,7 @@ class HostTier:
     """Experts in memory that this process owns, page-locked for a CUDA device."""
 
     name = "host"
+    wake_bytes = WAKE_BYTES
 
     def __init__(
         self,
@@ -122,6 +130,7 @@ class NvmeTier:
     ) -> None:
         """`file`: None where it could not be written, which the caller has told."""
         self.rate, self.num_rereads = rate, 0
+        self.wake_bytes = 0 if rate is None else WAKE_BYTES  # a real disk may take its time
         self._contents, self._file, self._read, self._warn = contents, file, read, warn
         self._failed: dict[Key, str] = {}
 
