@@ -7,6 +7,7 @@ independent, so several run at once where the trace is long.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -161,7 +162,8 @@ _taken: list[Lab] = []
 
 
 def _take(lab: Lab) -> None:
-    """In a process of the pool: what all its cases are of."""
+    """In a process of the pool: what all its cases are of. On Ctrl-C it ends at once and silently."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     _taken[:] = [lab]
 
 
