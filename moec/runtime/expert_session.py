@@ -68,7 +68,7 @@ def _popularity(trace: Trace | None, first: int, num_layers: int) -> list[list[f
 
 def _history(settings: CacheSettings, declared: Cache, first: int, num_layers: int) -> History | None:
     trace = settings.history
-    if trace is None or declared.prefetch != "history":
+    if trace is None:
         return None
     return History(trace.expert_ids[first : first + num_layers], trace.num_experts, declared.ahead)
 

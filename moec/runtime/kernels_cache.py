@@ -1,7 +1,9 @@
 """Cached experts on torch: guessing, fetching and serving them. The slots themselves: `moec.runtime.expert_cache`.
 
-An expert's rows go through the same products as where all experts are in device memory (`kernels_torch_moe`), so that
-results have the same bits, whichever experts were there.
+An expert's rows go through the same products as where all experts are in device memory (`kernels_torch_moe`), and lie
+at the same places of as large tensors: a product's last bits may depend on whether its operands begin at multiples of
+16 bytes. So results have the same bits, whichever experts were there (where an expert's matrices are multiples of 16
+bytes long; others begin elsewhere in a slot than in a stack of experts).
 
 Shapes: S tokens, E experts, M experts held by this rank, k choices, X rows at their experts, D hidden, I inner,
 C slots of this rank.
@@ -79,12 +81,16 @@ def cached_experts(
     place = {expert: m for m, expert in enumerate(ctx.held_experts(table))}
     ends, slots = [0, *offsets_M.tolist()], slots_M.tolist()
     out_XD = torch.empty_like(rows_XD)
+    wide_XG, act_XI = (
+        rows_XD.new_empty(rows_XD.shape[0], width) for width in (gate_up_CGD.shape[1], down_CDI.shape[2])
+    )
     num_served = 0
     for expert in ctx.cache.serve(ctx.layer):
         m = place[expert]
         mine, slot = slice(ends[m], ends[m + 1]), slots[m]
-        gate, up = torch.mm(rows_XD[mine], gate_up_CGD[slot].t()).chunk(2, dim=-1)
-        torch.mm(F.silu(gate).mul_(up), down_CDI[slot].t(), out=out_XD[mine])
+        gate, up = torch.mm(rows_XD[mine], gate_up_CGD[slot].t(), out=wide_XG[mine]).chunk(2, dim=-1)
+        torch.mul(F.silu(gate), up, out=act_XI[mine])
+        torch.mm(act_XI[mine], down_CDI[slot].t(), out=out_XD[mine])
         num_served += ends[m + 1] - ends[m]
     if num_served != rows_XD.shape[0]:
         raise lost_rows(ctx, f"cached experts were given {num_served} of {rows_XD.shape[0]} rows")
