@@ -98,8 +98,9 @@ def simulate(
     active = np.array([[len(experts) for experts in step] for step in steps], dtype=np.int64)
     demanded, fetched = np.zeros_like(active), np.zeros_like(active)
     cache: Bound | Residency
+    guess: _Guess = _no_guess
     if isinstance(policy, Belady) and prefetch is None:
-        cache, guess = Bound(held, slots, policy, pinned), _no_guess
+        cache = Bound(held, slots, policy, pinned)
     else:
         cache = Residency(held, slots, policy, pinned)
         guess = _guesses(trace, cache, held, prefetch, fetched) if prefetch is not None else _no_guess
