@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from moec.ir import Program, op_of
+from moec.ir import NEXT, Program, op_of
 from moec.ir_slots import is_cached
 from moec.ir_verifier_flow import returned_type
 from moec.layout import Shard, layout
@@ -71,7 +71,8 @@ def _slots_settled(program: Program) -> Faults:
 
 
 def _prefetch_paired(program: Program) -> Faults:
-    """What a layer prefetches for is a layer that waits for it."""
+    """What a layer prefetches for is a layer that waits for it, and what it guesses with is that layer's."""
+    yield from _borrowed_faults(program)
     waiting = {
         (layer, node.kwargs["table"])
         for body, node in program.nodes()
@@ -84,6 +85,17 @@ def _prefetch_paired(program: Program) -> Faults:
             for layer in program.layers_of(body.name):
                 if (layer + ahead, node.kwargs["table"]) not in waiting:
                     yield f"{body.name}: layer {layer} prefetches for layer {layer + ahead}, which does not wait for it"
+
+
+def _borrowed_faults(program: Program) -> Faults:
+    bodies = {layer: body for body in program.bodies.values() for layer in program.layers_of(body.name)}
+    for layer, body in bodies.items():
+        for param in body.params.values():
+            if (later := NEXT.match(param.parts[0])) is not None:
+                own, owner = param.parts[0][later.end() :], bodies.get(layer + int(later[1]))
+                lent = [p for p in owner.params.values() if p.parts == (own,)] if owner is not None else []
+                if [(p.shape, p.dtype, p.layout) for p in lent] != [(param.shape, param.dtype, param.layout)]:
+                    yield f"{body.name}: layer {layer} reads {param.parts[0]}, such a {own} that layer has not"
 
 
 def _memory_known(program: Program) -> Faults:

@@ -2,7 +2,8 @@
 
 Each check yields faults as text with the place in the `.moe` file; `verify` raises them together. Checks come in
 stages, each of which may rely on the ones before: the program's tables, each body's structure and types (this file),
-how its values flow (`ir_verifier_flow`, `ir_verifier_rows`), and what the passes that have run promise (`ir_promises`).
+how its values flow (`ir_verifier_flow`, `ir_verifier_rows`, `ir_verifier_cache`), and what the passes that have run
+promise (`ir_promises`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from moec.ir import Body, Program, Type, is_op, op_of, results_of
 from moec.ir_build import INPUTS, infer, input_type, param_type, stream_of
 from moec.ir_params import layout_fault, param_fault
 from moec.ir_promises import PROMISES
+from moec.ir_verifier_cache import check_cache
 from moec.ir_verifier_flow import check_collectives, check_joined, check_states, returned_type
 from moec.ir_verifier_rows import check_rows
 from moec.ops import OPS, OpError
@@ -196,5 +198,5 @@ STAGES: tuple[tuple[Callable[[Program, Body], Faults], ...], ...] = (
     (_structure,),
     (_uses, _params),
     (_types,),
-    (check_collectives, check_joined, check_rows, check_states),
+    (check_collectives, check_joined, check_rows, check_cache, check_states),
 )

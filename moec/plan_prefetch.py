@@ -7,8 +7,7 @@ experts that are there:
 
     layer' = max(layer + guess + exposed(m - s) + what n copies take beyond the later layer's wait, its copies in all)
 
-A prefetch that spares less than it copies for nothing is worth it only where the copies have time to spare, so where no
-rate is known it is left out.
+Where no rate is known, there is a prefetch unless a step uses most of the experts anyway.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from moec.schedule import Span, reorder, simulate
 Pair = tuple[str, str, int]
 #: Gains below this share of a layer's time are within the model's error.
 LEAST_GAIN = 0.01
-#: Misses that a fetched expert must spare where it is not known what its copy costs.
-LEAST_SPARED = 0.5
+#: Of a step that uses a larger share of the experts, what is fetched ahead takes the slots of others that it needs.
+MOST_USED = 0.5
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def plan_prefetch(program: Program, pair: Pair, start: Start) -> Prefetch:
     places = ("ffn",) if cache.prefetch == "history" else PLACES
     trials = {place: _try(program, pair, start, Option(place, room), model) for place in places}
     if model.is_unknown or None in trials.values():
-        return _unknown(model, room, recall(cache.prefetch, "ffn"))
+        return _unknown(model, room)
     known = {place: trial for place, trial in trials.items() if trial is not None}
     options = [
         (Option(place, n), model.layer(n, recall(cache.prefetch, place), guess_us, window_us))
@@ -124,11 +123,9 @@ def plan_prefetch(program: Program, pair: Pair, start: Start) -> Prefetch:
     return Prefetch(replace(option, us=us), f"predicted gain {(plain - us) / plain:.1%}{short}", *figures)
 
 
-def _unknown(model: LayerModel, room: int, share: float) -> Prefetch:
-    """Without rates: where most of what is fetched spares a miss."""
-    if (spares := spared(model.sizes, room, share)) < LEAST_SPARED * room:
-        reason = f"rates are not known, and {room} experts fetched ahead would spare {spares:.1f} misses"
-        return Prefetch(None, reason, model.misses)
+def _unknown(model: LayerModel, room: int) -> Prefetch:
+    if displaces := _displaces(model):
+        return Prefetch(None, displaces, model.misses)
     return Prefetch(Option("ffn", room), "rates are not known: before the experts, as many as fit", model.misses)
 
 
@@ -214,17 +211,23 @@ class LayerModel:
 
 def _against(model: LayerModel, by: str, plain: float, best: float) -> str:
     """Why there is no prefetch."""
-    many, held = f"{model.misses:.1f} experts a layer and step", most_held(model.program)
+    many = f"{model.misses:.1f} experts a layer and step"
     if plain <= model.layer_us:
         return f"copies on demand are hidden as it is: {many}"
-    if (used := model.sizes.active_experts()) > held / 2:
-        return (
-            f"a step uses {used:.1f} of {held} experts: what is fetched ahead takes the slots of others that it needs"
-        )
+    if displaces := _displaces(model):
+        return displaces
     if model.copy_us(model.misses) >= plain * (1 - LEAST_GAIN):
         wrong = f"{1 - recall(by, 'ffn'):.0%} of what {by} names is not needed"
         return f"the copies themselves take the time: {many} are missed, and {wrong}"
     return f"the best prefetch gains {max(1 - best / plain, 0.0):.1%}, less than {LEAST_GAIN:.0%}"
+
+
+def _displaces(model: LayerModel) -> str:
+    """Why no prefetch can spare much, where none can."""
+    used, held = model.sizes.active_experts(), most_held(model.program)
+    if used <= MOST_USED * held:
+        return ""
+    return f"a step uses {used:.1f} of {held} experts: what is fetched ahead takes the slots of others that it needs"
 
 
 def reads_ffn_norm(node: fx.Node) -> bool:

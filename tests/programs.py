@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moec.checked import (
+    Cache,
     Experts,
     Gqa,
     Layer,
@@ -27,6 +28,7 @@ from moec.checked import (
     Rotary,
     Router,
     Swiglu,
+    Tier,
     Yarn,
 )
 from moec.diagnostics import SourceFile, Span
@@ -69,6 +71,16 @@ def moe(
     return Moe(owner, Experts("routed", count, inner, SPAN), beside, SPAN)
 
 
+def few(slots: int, prefetch: str = "none", rate: float | None = None, **changes: Any) -> Cache:
+    """A cache of so many slots whose other experts wait in host memory, which gives `rate` bytes a second."""
+    host = Tier(None, rate, 0.0, None, SPAN)
+    made = Cache(
+        name="few", hbm=None, slots=slots, share=None, host=host, nvme=None, evict="layer_lru", evict_trace=None,
+        prefetch=prefetch, prefetch_trace=None, ahead=int(prefetch != "none"), pin_shared=False, pinned=(), span=SPAN,
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
 def plan(
     ffns: Iterable[Moe | Swiglu],
     attention: Gqa | Mla | None = None,
@@ -82,6 +94,7 @@ def plan(
     combine: str | None = None,
     overlap: str = "off",
     nodes: int = 1,
+    cache: Cache | None = None,
     **degrees: int,
 ) -> Plan:
     """One layer per element of `ffns`. Degrees as for `moec.mesh.Mesh`; what is left out is 1.
@@ -101,7 +114,7 @@ def plan(
         Phase(name, tokens, exchange, SPAN, combine, overlap=overlap)
         for name, tokens in (("prefill", 16), ("decode", 8))
     )
-    return Plan("plan", model, mesh, "fp32", 16, prefill, decode, SPAN)
+    return Plan("plan", model, mesh, "fp32", 16, prefill, decode, SPAN, cache)
 
 
 def program_of(plan: Plan, phase: str = "prefill") -> Program:
@@ -141,7 +154,7 @@ def random_plan(seed: int, most_stages: int = 1) -> Plan:
     placement, tied = rng.choice(("linear", "round_robin")), rng.random() < 0.3
     pp = min(rng.choice((1, 1, 2, 3)), len(stack), most_stages)
     made = plan(stack, attention, placement=placement, tied=tied, rotary=rotary, pp=pp, **degrees)
-    return _random_exchange(rng, made)
+    return _random_cache(rng, _random_exchange(rng, made))
 
 
 #: Exchange and combine of a phase.
@@ -178,6 +191,24 @@ def _random_exchange(rng: random.Random, made: Plan) -> Plan:
     )
     prefill, decode = phases
     return replace(made, mesh=mesh, prefill=prefill, decode=decode)
+
+
+def _random_cache(rng: random.Random, made: Plan) -> Plan:
+    """The plan with some experts waiting elsewhere, fetched ahead or not, at a rate that is known or not.
+
+    Small steps, in which a prefetch may pay, where no buffer has room for just so many tokens.
+    """
+    sparse = [layer.ffn.routed.count for layer in made.model.layers if isinstance(layer.ffn, Moe)]
+    if not sparse or made.prefill.overlap not in ("off", "auto", "1") or rng.random() < 0.2:
+        return made
+    pinned = tuple(e for e in range(min(sparse)) if rng.random() < 0.1)
+    slots, ahead = len(pinned) + rng.choice((1, 1, 1, 2)), rng.choice((1, 1, 1, 2))
+    prefetch = rng.choice(("none", "next_router", "next_router", "next_router", "history"))
+    cache = few(slots, prefetch, rng.choice((None, 1e8)), ahead=ahead, pinned=pinned)
+    if made.prefill.exchange in ("padded", "auto"):
+        return replace(made, cache=cache)
+    prefill, decode = (replace(phase, tokens=rng.choice((1, 1, 20))) for phase in (made.prefill, made.decode))
+    return replace(made, cache=cache, prefill=prefill, decode=decode)
 
 
 def _divisors(n: int) -> list[int]:
