@@ -106,6 +106,11 @@ def test_a_step_takes_its_experts_at_once() -> None:
     assert misses_of("belady", [(0, {0, 1}), (0, {0, 2}), (0, {0}), (0, {1})], 2) == 4
 
 
+def test_too_few_slots_are_refused() -> None:
+    with pytest.raises(ValueError, match="1 slots per layer: at least 2 are needed"):
+        Bound([range(4)], 1, Belady([[[0]]]), pinned=[(0, 3)])
+
+
 def test_other_look_ups_than_foreseen_are_refused() -> None:
     residency = Residency([range(3)], 2, Belady([[[0, 1]], [[1]]]))
     residency.demand(0, [0, 1])

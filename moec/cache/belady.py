@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
 from moec.cache.policy import Key, Scope
-from moec.cache.residency import Counters
+from moec.cache.residency import Counters, check_slots
 
 #: Later than everything.
 NEVER = 1 << 62
@@ -88,11 +88,15 @@ class Belady:
 
 
 class Bound:
-    """The fewest misses with `slots` per layer. It is driven like a `Residency`, but has counts instead of slots."""
+    """The fewest misses with `slots` per layer. It is driven like a `Residency`, but has counts instead of slots.
+
+    Raises ValueError for fewer than `least_slots`.
+    """
 
     def __init__(
         self, held: Sequence[Collection[int]], slots: int, policy: Belady, pinned: Collection[Key] = ()
     ) -> None:
+        check_slots(held, slots, policy.scope, pinned)
         self.counters = [Counters() for _ in held]
         self._policy, self._pinned, self._present = policy, frozenset(pinned), set[Key]()
         self._free: defaultdict[int, int] = defaultdict(int)  # of a pool; less than none within a look-up

@@ -42,9 +42,8 @@ class Policy(Protocol):
         ...
 
     def worth(self, key: Key) -> float:
-        """What keeping a key is worth, resident or not: the least leaves first.
+        """What it is worth to keep a key that is resident or has just been looked up: the least leaves first.
 
-        Asked where a step looks up more than there are slots, so what it looks up needs to be compared, and to be
-        worth no less than what a policy of recency would let go before.
+        Asked only where a step looks up more than there are slots.
         """
         ...

@@ -54,6 +54,12 @@ def least_slots(held: Sequence[Collection[int]], scope: Scope, pinned: Collectio
     return -(-(sum(need) + max(passing, default=0)) // max(len(held), 1))
 
 
+def check_slots(held: Sequence[Collection[int]], slots: int, scope: Scope, pinned: Collection[Key]) -> None:
+    """Raises ValueError, with the number that would do, where there are fewer than `least_slots`."""
+    if slots < (least := least_slots(held, scope, pinned)):
+        raise ValueError(f"{slots} slots per layer: at least {least} are needed")
+
+
 #: A step that wants more than there are slots passes through this many at least: one is computed, the next one comes.
 PASSING = 2
 
@@ -69,8 +75,7 @@ class Residency:
     def __init__(
         self, held: Sequence[Collection[int]], slots: int, policy: Policy, pinned: Collection[Key] = ()
     ) -> None:
-        if slots < (least := least_slots(held, policy.scope, pinned)):
-            raise ValueError(f"{slots} slots per layer: at least {least} are needed")
+        check_slots(held, slots, policy.scope, pinned)
         self.policy = policy
         self.num_slots = slots * len(held)
         self.counters = [Counters() for _ in held]
