@@ -59,7 +59,7 @@ def test_the_commands_are_those_of_the_design() -> None:
     [
         (["chekc"], "No such command 'chekc'"),
         (["check"], "Missing argument"),
-        (["run", "x.moe", "--record", "t"], "No such option"),
+        (["run", "x.moe", "--retrace", "t"], "No such option"),
         (["run", "x.moe"], "give --prompt TEXT, --tokens 1,2,3 or --prompts FILE"),
         (["run", "x.moe", "--tokens", "1", "--dtype", "fp8"], "'fp8' is not one of 'fp32', 'bf16'"),
         (["run", "x.moe", "--tokens", "1", "--max-new-tokens", "-1"], "Invalid value for '--max-new-tokens'"),
