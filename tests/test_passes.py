@@ -38,6 +38,8 @@ HEADER = {
     "mesh": "mesh dp=1 tp=1 edp=1 ep=1 etp=1",
     "cluster": 'cluster "localhost" nodes=1 devices=64',
     "step": "step tokens=8 slots=2 context=16 dtype=fp32 exchange=flat strategy=linear",
+    "cache": "",
+    "tier": "",
     "experts": "",
     "placement": "",
     "memory": "",
@@ -56,7 +58,8 @@ def whole_program(text: str) -> Program:
     program.bodies = {"prologue": _prologue(program, inner), **inner}
     program.bodies.setdefault("epilogue", _epilogue(program))
     layers = [name for name in program.bodies if name not in ("prologue", "epilogue")]
-    program.runs = [Run("prologue"), *(Run(name, range(i, i + 1)) for i, name in enumerate(layers)), Run("epilogue")]
+    runs = program.runs or [Run(name, range(i, i + 1)) for i, name in enumerate(layers)]
+    program.runs = [Run("prologue"), *runs, Run("epilogue")]
     return program
 
 
