@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import numpy as np
 
 from moec.cache.policies import policy_named
@@ -31,7 +33,8 @@ def traced_hit_rate(program: Program) -> float:
     hits = lookups = 0
     for rank in range(program.mesh.ep):
         held = held_experts(program, rank)
-        warm = [(layer, expert) for layer, experts in enumerate(held) for expert in experts]
+        places = zip_longest(*held)  # each layer's first, then the second ones
+        warm = [(layer, expert) for place in places for layer, expert in enumerate(place) if expert is not None]
         policy = policy_named(cache.evict, num_layers, num_experts, worth)
         found = simulate(trace, policy, cache.slots, held, pinned_keys(cache, held), warm)
         hits, lookups = hits + found.hits, lookups + found.lookups

@@ -109,7 +109,7 @@ def test_only_layers_that_prefetch_do_and_only_so_much(is_early: bool) -> None:
     trace = guessed(random_ids(4, 30, 3, 16), 16)
     assert trace.predicted_ids is not None
     router = NextRouter(trace.predicted_ids, trace.step_starts, 16)
-    prefetch = Prefetch(router, 1, 2, layers=[1], is_early=is_early)
+    prefetch = Prefetch(router, 1, 2, targets=[2], is_early=is_early)
     outcome = simulate(trace, policy_for("lfu", trace), 6, prefetch=prefetch)
     assert (outcome.fetched.sum(axis=0) > 0).tolist() == [False, False, True, False]
     assert outcome.fetched.max() == 2

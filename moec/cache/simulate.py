@@ -6,7 +6,7 @@ Program starts its copies before the layer's own experts are known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,26 +18,32 @@ from moec.cache.policies import policy_named
 from moec.cache.policy import Key, Policy, Scope
 from moec.cache.predictors import Predictor
 from moec.cache.residency import Counters, Residency
-from moec.cache.trace import Trace
+from moec.cache.trace import DECODE, PREFILL, Trace
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Prefetch:
-    """What every layer of the Program that has one `ahead` layers later does: at most `most` loads for that layer.
+    """What a layer of the Program does for the one `ahead` layers later: at most `most` loads.
 
-    `layers`: those that do so, all of them if None. `is_early`: before the layer's own look-up.
+    `targets`: layers for which that is done, all from `ahead` on if None; for those before, the model's dense layers in
+    front of its sparse ones do it. `is_early`: before the own look-up of the layer that does it.
     """
 
     predictor: Predictor
     ahead: int
     most: int
-    layers: Collection[int] | None = None
+    targets: Collection[int] | None = None
     is_early: bool = False
 
-    def is_of(self, layer: int, num_layers: int) -> bool:
-        return layer + self.ahead < num_layers and (self.layers is None or layer in self.layers)
+    def targets_at(self, layer: int, is_early: bool, num_layers: int) -> list[int]:
+        """Layers that are fetched for before (`is_early`) or after the look-up of `layer`, in order."""
+        later = layer + self.ahead
+        found = [later] if is_early == self.is_early and later < num_layers else []
+        if layer == 0 and is_early and self.targets is not None:
+            found = [*range(min(self.ahead, num_layers)), *found]
+        return [target for target in found if self.targets is None or target in self.targets]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,12 +91,13 @@ def simulate(
     held: Sequence[Collection[int]] | None = None,
     pinned: Collection[Key] = (),
     initial: Iterable[Key] = (),
-    prefetch: Prefetch | None = None,
+    prefetch: Prefetch | Mapping[int, Prefetch] | None = None,
 ) -> Outcome:
     """Run a trace through a new cache of one rank with `slots` per layer.
 
     `held[layer]`: the experts of this rank, all of them if None; look-ups of others are other ranks' business.
-    `initial`: what is loaded beforehand, uncounted, the best first. `Belady` without prefetch gives the bound: at steps
+    `initial`: what is loaded beforehand, uncounted, the best first. `prefetch`: in all steps, or by phase in its own,
+    as the trace has them. `Belady` without prefetch gives the bound: at steps
     that want more than there are slots it does better than real slots can. Raises ValueError as `Residency` does.
     """
     held = held if held is not None else [range(trace.num_experts)] * trace.num_layers
@@ -157,19 +164,25 @@ def _no_guess(number: int, layer: int, is_early: bool) -> None:
 
 
 def _guesses(
-    trace: Trace, residency: Residency, held: Sequence[Collection[int]], prefetch: Prefetch, fetched: Array
+    trace: Trace,
+    residency: Residency,
+    held: Sequence[Collection[int]],
+    prefetch: Prefetch | Mapping[int, Prefetch],
+    fetched: Array,
 ) -> _Guess:
     """Guess and load; loads are added to `fetched` [steps, layers]."""
     mine = [frozenset(experts) for experts in held]
+    by_phase = prefetch if isinstance(prefetch, Mapping) else dict.fromkeys((PREFILL, DECODE), prefetch)
+    phases = trace.phase[np.minimum(trace.step_starts[:-1], trace.num_tokens - 1)].tolist()
 
     def guess(number: int, layer: int, is_early: bool) -> None:
-        if prefetch.is_early != is_early or not prefetch.is_of(layer, trace.num_layers):
-            return
-        start, end = trace.step_starts[number : number + 2]
-        counts = np.bincount(trace.expert_ids[layer, start:end].ravel(), minlength=trace.num_experts)
-        later = layer + prefetch.ahead
-        guessed = prefetch.predictor.guess(number, layer, counts, prefetch.ahead)
-        loads = residency.prefetch(later, [expert for expert in guessed if expert in mine[later]], prefetch.most)
-        fetched[number, later] += len(loads)
+        now = by_phase.get(phases[number])
+        for later in now.targets_at(layer, is_early, trace.num_layers) if now is not None else ():
+            assert now is not None
+            start, end = trace.step_starts[number : number + 2]
+            counts = np.bincount(trace.expert_ids[layer, start:end].ravel(), minlength=trace.num_experts)
+            guessed = now.predictor.guess(number, later - now.ahead, counts, now.ahead)
+            loads = residency.prefetch(later, [expert for expert in guessed if expert in mine[later]], now.most)
+            fetched[number, later] += len(loads)
 
     return guess

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from moec.cache.policies import policy_named
 from moec.cache.predictors import History
@@ -45,25 +45,19 @@ def open_cache(
     if not layers or declared is None or declared.slots is None:
         return None
     contents = contents_of(layers, program.mesh, rank.rank, sources.checkpoint.fingerprint.to_json())
-    popularity = _popularity(settings.popularity, first_layer, len(layers))
+    popularity, past = None, settings.popularity
+    if past is not None:
+        popularity = popularity_of(past)[first_layer : first_layer + len(layers)].tolist()
     policy = policy_named(declared.evict, len(layers), max(program.experts.values()), popularity)
     held = [layer.experts for layer in layers]
     pinned = [(index, e) for index, experts in enumerate(held) for e in sorted(set(declared.pinned) & set(experts))]
-    order = _order(held, popularity)
+    order = fill_order(held, past, first_layer)
     tiers = _open_tiers(program, contents, sources, layers, order, rank, settings, progress)
     residency = Residency(held, declared.slots, policy, pinned)
     numbers, history = [layer.number for layer in layers], _history(settings, declared, first_layer, len(layers))
     cache = ExpertCache(numbers, contents, residency, Copier(tiers), rank.device, history)
     cache.fill([] if settings.is_cold else order)
     return cache
-
-
-def _popularity(trace: Trace | None, first: int, num_layers: int) -> list[list[float]] | None:
-    """Tokens of each expert, by layer of this stage."""
-    if trace is None:
-        return None
-    found: list[list[float]] = popularity_of(trace)[first : first + num_layers].tolist()
-    return found
 
 
 def _history(settings: CacheSettings, declared: Cache, first: int, num_layers: int) -> History | None:
@@ -73,13 +67,14 @@ def _history(settings: CacheSettings, declared: Cache, first: int, num_layers: i
     return History(trace.expert_ids[first : first + num_layers], trace.num_experts, declared.ahead)
 
 
-def _order(held: Sequence[Sequence[int]], popularity: Sequence[Sequence[float]] | None) -> list[Key]:
-    """Every expert: of each layer the most popular first, else the lowest id."""
-    keys = []
+def fill_order(held: Sequence[Collection[int]], popularity: Trace | None, first_layer: int = 0) -> list[Key]:
+    """Every expert that a rank holds: the most popular of each layer (else the lowest id), then the second ones, ..."""
+    counts = popularity_of(popularity)[first_layer:] if popularity is not None else None
+    ranked = []
     for index, experts in enumerate(held):
-        worth = popularity[index] if popularity is not None else [0.0] * (max(experts, default=0) + 1)
-        keys += [(index, e) for e in sorted(experts, key=lambda e: (-worth[e], e))]
-    return keys
+        worth = counts[index].tolist() if counts is not None else [0] * (max(experts, default=0) + 1)
+        ranked += [(place, index, e) for place, e in enumerate(sorted(experts, key=lambda e: (-worth[e], e)))]
+    return [(index, e) for _, index, e in sorted(ranked)]
 
 
 def _open_tiers(

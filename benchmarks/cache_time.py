@@ -1,0 +1,264 @@
+"""Time to first token and per token with experts behind emulated tiers, as ratios to all experts resident, in one run.
+
+    python benchmarks/cache_time.py MODEL_FOLDER TEXT_FILE [--repeats N] [--tokens N] [--json FILE]
+
+1. The resident model gives the time of a layer, and a cache of a quarter of the experts how many a layer misses.
+2. The host tier's rate is such that the copies a layer misses on demand take as long as the layer computes; the nvme
+   tier has a quarter of it (2 GB/s and 500 MB/s in proportion). The plan's cluster is told the layer's time too.
+3. In each repetition every case runs the same prompt, one after the other, and greedy tokens behind it. `warm` cases
+   keep their cache from repetition to repetition, `cold` ones start without any expert in a slot.
+
+`ttft` is the time of the prompt's step, `token` the mean time of the tokens behind the first. `copied / floor`: bytes
+the prompt's step copied over those of each active expert that had no slot, once. One rank of one thread; every case
+gives the resident model's tokens, or the run ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from moec.artifact import Artifact
+from moec.cache_files import CacheSettings
+from moec.compiler import compile
+from moec.importer import import_model
+from moec.runtime.expert_cache import ExpertCache
+from moec.runtime.generate import Request, generate
+from moec.runtime.launch import run_ranks
+from moec.runtime.launch_rank import Rank
+from moec.runtime.routing_record import Recorder
+from moec.runtime.session import Session, open_session
+from moec.runtime.text import Text
+
+PROMPT, LONG_PROMPT = 64, 512
+TIMES = ("ttft", "token")
+SETTINGS = ("plan.compute=fp32", "plan.decode.batch=1", f"plan.prefill.tokens={LONG_PROMPT}")
+
+
+@dataclass(frozen=True)
+class Case:
+    """`share` of each layer's experts that have a slot, 1: no cache at all."""
+
+    name: str
+    share: float = 1.0
+    prefetch: str = "none"
+    tier: str = "host"
+    is_cold: bool = False
+    prompt: int = PROMPT
+
+
+GUESS = "next_router(ahead = 1)"
+CASES = (
+    Case("resident"),
+    Case("warm 50% prefetch", 0.5, GUESS),
+    Case("warm 50% on demand", 0.5),
+    Case("warm 25% prefetch", 0.25, GUESS),
+    Case("warm 25% on demand", 0.25),
+    Case("warm 25% nvme", 0.25, GUESS, "nvme"),
+    Case("cold 25% on demand", 0.25, is_cold=True),
+    Case("cold 25% prefetch", 0.25, GUESS, is_cold=True),
+    Case("resident, long prompt", prompt=LONG_PROMPT),
+    Case("streamed 50%, long prompt", 0.5, GUESS, prompt=LONG_PROMPT),
+    Case("streamed 25%, long prompt", 0.25, GUESS, prompt=LONG_PROMPT),
+)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes per second of the tiers, and of device memory as the plan's cluster has it; None: not known yet."""
+
+    host: float | None = None
+    memory: float | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds to the first token and per token behind it; bytes copied by the prompt's step and at least needed."""
+
+    ttft: float
+    token: float
+    copied: int = 0
+    floor: int = 0
+
+
+def compile_case(folder: Path, work: Path, case: Case, rates: Rates) -> Artifact:
+    """The model of `folder` under the cache of a case."""
+    source = work / f"{case.name.replace(' ', '-')}.moe"
+    text = import_model(folder, output=source)
+    if rates.memory is not None:
+        memory = f"memory_rate = {rates.memory / 1e6:.3f} MB/s  compute = peak(fp32 = 1 TFLOP/s)"
+        text = f"cluster here {{ devices = 1  {memory} }}\n" + text
+        text = text.replace("mesh ranks {", "mesh ranks on here[1] {")
+    if case.share < 1.0:
+        rate = "" if rates.host is None else f", bandwidth = {_rate(case, rates.host):.3f} MB/s, latency = 5 us"
+        where = "1 GiB per rank" if case.tier == "host" else f'"{work}"'
+        cache = f"hbm = share({case.share})  {case.tier} = tier({where}{rate})  evict = lfu  prefetch = {case.prefetch}"
+        text = text.replace("plan serve {", f"cache few {{ {cache} }}\nplan serve {{")
+        text = text.replace("on ranks\n", "on ranks with few\n")
+    source.write_text(text)
+    return compile(source, overrides=SETTINGS)
+
+
+def _rate(case: Case, host: float) -> float:
+    return host / 1e6 / (4 if case.tier == "nvme" else 1)
+
+
+def measure(session: Session, prompt: list[int], num_tokens: int, active: list[set[int]]) -> tuple[Sample, list[int]]:
+    """One prompt, whose step needs the experts `active` by layer, and greedy tokens behind it."""
+    moments: list[float] = []
+    counted: list[int] = []
+    floor, before = _floor(session.cache, active), _copied(session.cache)
+
+    def on_token(prompt: int, token: int, is_last: bool) -> None:
+        moments.append(time.perf_counter())
+        counted.append(_copied(session.cache))
+
+    start = time.perf_counter()
+    request = Request([prompt], num_tokens)
+    result = generate(session, request, session.limits, session.place, on_token)
+    token = (moments[-1] - moments[0]) / (num_tokens - 1)
+    return Sample(moments[0] - start, token, counted[0] - before, floor), result.tokens[0]
+
+
+def _copied(cache: ExpertCache | None) -> int:
+    """Bytes of all copies so far."""
+    if cache is None:
+        return 0
+    return sum((c.misses + c.prefetches) * cache.contents.blob_bytes(i) for i, c in enumerate(cache.residency.counters))
+
+
+def _floor(cache: ExpertCache | None, active: list[set[int]]) -> int:
+    """Bytes of the experts that are needed and have no slot."""
+    if cache is None:
+        return 0
+    missing = [len(experts - set(cache.residency.resident(i))) for i, experts in enumerate(active)]
+    return sum(count * cache.contents.blob_bytes(i) for i, count in enumerate(missing))
+
+
+def active_experts(session: Session, prompt: list[int]) -> list[set[int]]:
+    """Experts that the step of a prompt needs, by sparse layer."""
+    recorder = Recorder()
+    session.record(recorder)
+    generate(session, Request([prompt], 1), session.limits, session.place)
+    step = recorder.steps[0]
+    return [set(step.ids[layer].ravel().tolist()) for layer in sorted(step.ids)]
+
+
+# --- one run ------------------------------------------------------------------------------------------------------
+
+
+def on_rank(work: Callable[[Rank], object]) -> object:
+    """What `work` gives on one forked rank of one thread."""
+    return run_ranks(work, 1, threads=1)[0]
+
+
+def settle_rates(folder: Path, work: Path, prompts: list[list[int]], num_tokens: int) -> Rates:
+    """Rates under which the copies that a layer misses on demand, at a quarter, take as long as the layer."""
+    plain, demand = (compile_case(folder, work, case, Rates()) for case in (CASES[0], CASES[4]))
+
+    def main(rank: Rank) -> object:
+        session, cached = (open_session(artifact, folder, rank) for artifact in (plain, demand))
+        samples = [measure(session, prompt[:PROMPT], num_tokens, [])[0] for prompt in prompts]
+        cache = cached.cache
+        assert cache is not None
+        copied = [_decode_bytes(cached, cache, prompt[:PROMPT], num_tokens) for prompt in prompts]
+        cached.close()
+        return statistics.median(s.token for s in samples), statistics.mean(copied[1:])
+
+    token, copied = on_rank(main)  # type: ignore[misc]
+    (decode,) = [program for program in plain.programs if program.phase == "decode"]
+    guessed = compile_case(folder, work, CASES[0], Rates(memory=1e9)).document["phases"]["decode"]["us"]
+    layers = len(decode.sparse_layers)
+    modelled = sum(us * (layers if body == "sparse" else 1) for body, us in guessed.items())
+    return Rates(host=copied / token, memory=1e9 * modelled * 1e-6 / token)
+
+
+def _decode_bytes(session: Session, cache: ExpertCache, prompt: list[int], num_tokens: int) -> float:
+    """Bytes that a token behind the first copies."""
+    counted: list[int] = []
+    request = Request([prompt], num_tokens)
+    generate(session, request, session.limits, session.place, lambda *_: counted.append(_copied(cache)))
+    return (counted[-1] - counted[0]) / (num_tokens - 1)
+
+
+def run(folder: Path, work: Path, prompts: list[list[int]], num_tokens: int, rates: Rates) -> dict[str, list[Sample]]:
+    """Samples of every case; the first repetition warms up and is left out."""
+    artifacts = {case: compile_case(folder, work, case, rates) for case in CASES}
+
+    def opened(case: Case, rank: Rank) -> Session:
+        settings = CacheSettings(nvme=work, is_emulated=case.share < 1.0, is_cold=case.is_cold)
+        return open_session(artifacts[case], folder, rank, settings=settings)
+
+    def main(rank: Rank) -> object:
+        sessions = {case: opened(case, rank) for case in CASES if not case.is_cold}
+        recorded = opened(CASES[0], rank)
+        found: dict[str, list[dict[str, float]]] = {case.name: [] for case in CASES}
+        for number, prompt in enumerate(prompts):
+            tokens: dict[int, list[int]] = {}
+            for case in CASES:
+                mine = prompt[: case.prompt]
+                active = active_experts(recorded, mine)
+                session = sessions[case] if case in sessions else opened(case, rank)
+                sample, given = measure(session, mine, num_tokens, active)
+                assert tokens.setdefault(case.prompt, given) == given, f"{case.name} gave other tokens"
+                if case not in sessions:
+                    session.close()
+                if number:
+                    found[case.name].append(asdict(sample))
+        for session in sessions.values():
+            session.close()
+        return found
+
+    samples: dict[str, list[dict[str, float]]] = on_rank(main)  # type: ignore[assignment]
+    return {name: [Sample(**sample) for sample in rows] for name, rows in samples.items()}  # type: ignore[arg-type]
+
+
+def show(found: dict[str, list[Sample]]) -> None:
+    """Medians, and medians of the ratios to the resident case of the same repetition."""
+    print(f"{'case':<28}{'ttft ms':>10}{'ratio':>8}{'token ms':>10}{'ratio':>8}{'copied / floor':>16}")
+    for case in CASES:
+        rows, base = found[case.name], found["resident" if case.prompt == PROMPT else "resident, long prompt"]
+        columns = "".join(f"{ms:>10.2f}{ratio:>8.2f}" for ms, ratio in (_compared(rows, base, k) for k in TIMES))
+        floor = sum(row.floor for row in rows)
+        print(f"{case.name:<28}{columns}" + (f"{sum(row.copied for row in rows) / floor:>16.3f}" if floor else ""))
+    gain = _compared(found["warm 25% on demand"], found["warm 25% prefetch"], "token")[1]
+    print(f"at 25% a token with prefetch is {gain:.2f} times as fast as on demand")
+
+
+def _compared(rows: list[Sample], base: list[Sample], key: str) -> tuple[float, float]:
+    """Median in milliseconds, and the median ratio to `base`, repetition by repetition."""
+    mine, theirs = ([getattr(row, key) for row in samples] for samples in (rows, base))
+    return statistics.median(mine) * 1e3, statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--json", type=Path, help="write every sample into this file")
+    options = parser.parse_args()
+    tokens = Text(options.model).encode(options.text.read_text())
+    prompts = [tokens[i * LONG_PROMPT : (i + 1) * LONG_PROMPT] for i in range(options.repeats + 1)]
+    if len(prompts[-1]) < LONG_PROMPT:
+        parser.error(f"{options.text} has {len(tokens)} tokens, {len(prompts) * LONG_PROMPT} are needed")
+    with tempfile.TemporaryDirectory() as work:
+        rates = settle_rates(options.model, Path(work), prompts[:4], options.tokens)
+        assert rates.host is not None
+        print(f"host tier {rates.host / 1e6:.0f} MB/s, nvme tier {rates.host / 4e6:.0f} MB/s")
+        found = run(options.model, Path(work), prompts, options.tokens, rates)
+    show(found)
+    if options.json is not None:
+        options.json.write_text(json.dumps({name: [asdict(s) for s in rows] for name, rows in found.items()}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""The simulator against the run time: what it predicts from a run's recorded routing is what the ranks counted.
+
+Look-ups, hits, misses, evictions, prefetches and those in vain, by rank and layer, exactly: all follow from the order
+in which a Program asks, none from when a copy arrives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from moec.artifact import Artifact
+from moec.cache.predictors import History, NextRouter, Predictor
+from moec.cache.simulate import Prefetch, policy_for, simulate
+from moec.cache.trace import DECODE, PREFILL, Trace, read_trace
+from moec.cache_sizes import held_experts, pinned_keys
+from moec.ir import Program, is_op, op_of
+from moec.runtime.expert_session import fill_order
+from tests import checkpoints
+from tests.cached import compile_cached, run_cached
+
+PHASES = {"prefill": PREFILL, "decode": DECODE}
+#: (mesh, slots, policy, prefetch, overrides); rows of a step few enough for a prefetch to pay.
+FEW = ("plan.decode.batch=1", "plan.prefill.tokens=3")
+CASES = (
+    (None, 5, "layer_lru", "next_router(ahead = 1)", FEW),
+    (None, 5, "lfu", "history", FEW),
+    ("ep=2", 3, "lru", "next_router(ahead = 2)", FEW),
+    ("ep=3", 2, "trace", "next_router(ahead = 1)", FEW),
+    ("ep=3", 3, "least_stale", "history", FEW),
+    ("ep=2", 2, "lfu", "none", ()),  # steps that want more experts than there are slots
+    ("ep=4", 1, "layer_lru", "none", ()),
+)
+
+
+def prefetch_of(program: Program, trace: Trace, past: Trace) -> Prefetch | None:
+    """What the simulator has to do where the program has a `prefetch.start`."""
+    starts = [(body, node) for body, node in program.nodes() if op_of(node).name == "prefetch.start"]
+    if not starts:
+        return None
+    sparse = program.sparse_layers
+    later = [layer + int(str(node.kwargs["ahead"])) for body, node in starts for layer in program.layers_of(body.name)]
+    targets = [sparse.index(layer) for layer in later]
+    body, start = next((body, node) for body, node in starts if set(program.layers_of(body.name)) & set(sparse))
+    order = [op_of(node).name for node in body.graph.nodes if is_op(node)]
+    assert program.cache is not None
+    ahead = program.cache.ahead
+    predictor: Predictor = History(past.expert_ids, past.num_experts, ahead)
+    if start.kwargs["by"] == "next_router":
+        assert trace.predicted_ids is not None
+        predictor = NextRouter(trace.predicted_ids, trace.step_starts, trace.num_experts)
+    is_early = order.index("prefetch.start") < order.index("prefetch.wait")
+    return Prefetch(predictor, ahead, int(str(start.kwargs["most"])), targets, is_early)
+
+
+def predicted(artifact: Artifact, trace: Trace, past: Trace, rank: int) -> list[dict[str, int]]:
+    program = artifact.prefill
+    cache = program.cache
+    assert cache is not None and cache.slots is not None
+    held = held_experts(program, rank)
+    popularity = past if cache.evict == "trace" else None
+    policy = policy_for(cache.evict, trace, held, popularity)
+    found = {PHASES[p.phase]: prefetch_of(p, trace, past) for p in artifact.programs}
+    prefetch = {phase: made for phase, made in found.items() if made is not None}
+    order = fill_order(held, popularity)
+    outcome = simulate(trace, policy, cache.slots, held, pinned_keys(cache, held), order, prefetch)
+    return [asdict(layer) for layer in outcome.counters]
+
+
+@pytest.mark.parametrize(("mesh", "slots", "policy", "prefetch", "overrides"), CASES, ids=lambda value: str(value))
+def test_as_counted(
+    mesh: str | None, slots: int, policy: str, prefetch: str, overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = checkpoints.make("deepseek_v3", tmp_path / "model")
+    prompts = checkpoints.prompts(model.config.vocab_size, (9, 4, 14))
+    settings = {"hbm": f"slots({slots})", "evict": "layer_lru", "pin": "[2, 7]" if slots > 3 else "shared"}
+    for name, wanted in (("past", "none"), ("now", prefetch)):
+        work = tmp_path / name
+        work.mkdir()
+        if name == "now":
+            settings["evict"] = f'trace("{tmp_path}/past/run.npz")' if policy == "trace" else policy
+        how = f'history("{tmp_path}/past/run.npz", ahead = 1)' if wanted == "history" else wanted
+        artifact = compile_cached(tmp_path / "model", work, mesh, *overrides, prefetch=how, **settings)
+        run = run_cached(artifact, tmp_path / "model", work, prompts)
+    past = read_trace(tmp_path / "past" / "run.npz")
+    assert run.total("misses") > 0 and (run.total("prefetches") > 0) == (prefetch != "none")
+    for rank, counted in enumerate(run.counters):
+        assert predicted(artifact, run.trace, past, rank) == counted
