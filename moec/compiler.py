@@ -148,5 +148,5 @@ def prove_plan(plan: Plan, source: str) -> int:
         for phase in PHASES:
             program = compile_phase(plan, phase, source, stage=stage)
             prove(program)
-            proved += sum(op_of(node).name == "route" for _, node in program.nodes())
+            proved += len({body.name for body, node in program.nodes() if op_of(node).name == "route"})
     return proved

@@ -13,7 +13,7 @@ from torch import fx
 
 from moec.cost_sizes import Sizes
 from moec.ir import Type, op_of, operands, results_of, type_of
-from moec.ops import WIDTH
+from moec.ops import WIDTH, base_symbol
 
 Work = tuple[float, float]
 
@@ -69,7 +69,8 @@ def _product(sizes: Sizes, node: fx.Node) -> Work:
 def _grouped(sizes: Sizes, node: fx.Node) -> Work:
     """Rows [X, K] by their experts' [N, K] each."""
     (rows, _, w), made = _types(node)
-    used = 1.0 if sizes.route is None else sizes.active_experts() / sizes.dim(w.shape[0])
+    share = sizes.dim(rows.shape[0]) / sizes.dim(base_symbol(rows.shape[0]))
+    used = 1.0 if sizes.route is None else sizes.active_experts(share) / sizes.dim(w.shape[0])
     moved = _sum(sizes, [rows, *made]) + sizes.bytes(w) * used
     return 2 * _elements(sizes, rows) * sizes.dim(w.shape[1]), moved
 
@@ -92,8 +93,9 @@ def _attention(sizes: Sizes, node: fx.Node) -> Work:
     """Queries [T, H, d] over keys and values [., K, d]: two products per key that a query looks at."""
     read, made = _types(node)
     q, k, _ = read
-    flops = 4 * _elements(sizes, q) * sizes.attended
-    return flops, _sum(sizes, read + made) + 2 * sizes.bytes(k) * sizes.cached_tokens
+    chunk = node.kwargs.get("chunk", (0, 1))
+    flops = 4 * _elements(sizes, q) * sizes.attended(chunk)
+    return flops, _sum(sizes, read + made) + 2 * _row_bytes(sizes, k) * sizes.cached_tokens(chunk)
 
 
 def _mla_attention(sizes: Sizes, node: fx.Node) -> Work:
@@ -102,10 +104,16 @@ def _mla_attention(sizes: Sizes, node: fx.Node) -> Work:
     q_nope, q_rope, latent, k_rope, _ = read
     rows, heads, nope = map(sizes.dim, q_nope.shape)
     rope, rank, value = sizes.dim(q_rope.shape[2]), sizes.dim(latent.shape[1]), float(str(node.kwargs["value"]))
-    per_key = 2 * rank + rope if node.kwargs["form"] == "absorbed" else nope + rope + value
-    flops = 2 * rows * heads * (sizes.attended * per_key + rank * (nope + value))
-    cached = (sizes.bytes(latent) + sizes.bytes(k_rope)) * sizes.cached_tokens
-    return flops, _sum(sizes, read + made) + cached
+    chunk = node.kwargs.get("chunk", (0, 1))
+    cached, is_absorbed = sizes.cached_tokens(chunk), node.kwargs["form"] == "absorbed"
+    per_key = 2 * rank + rope if is_absorbed else nope + rope + value
+    applied = rows if is_absorbed else rows + cached  # rows that kv_b is applied to
+    flops = 2 * heads * (rows * sizes.attended(chunk) * per_key + applied * rank * (nope + value))
+    return flops, _sum(sizes, read + made) + (_row_bytes(sizes, latent) + _row_bytes(sizes, k_rope)) * cached
+
+
+def _row_bytes(sizes: Sizes, type: Type) -> float:
+    return sizes.bytes(type) / sizes.dim(type.shape[0])
 
 
 def _elements(sizes: Sizes, type: Type) -> float:

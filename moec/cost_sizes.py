@@ -47,6 +47,12 @@ def bounds(program: Program, top: int, held: int) -> dict[str, int]:
     }
 
 
+def num_chunks(body: Body) -> int:
+    """In how many chunks the rows of a body are cut, 1 where they are not."""
+    cut = [n for n in body.graph.nodes if is_op(n) and op_of(n).name == "chunk_rows"]
+    return int(str(cut[0].kwargs["parts"])) if cut else 1
+
+
 def routed_tops(program: Program) -> dict[str, int]:
     """Experts per token of each table."""
     return {str(n.kwargs["table"]): int(str(n.kwargs["top"])) for _, n in program.nodes() if op_of(n).name == "route"}
@@ -71,7 +77,7 @@ class Sizes:
         if isinstance(dim, int):
             return float(dim)
         name, _, chunk = dim.partition(".")
-        return self._symbols[name] / (self._chunks if chunk else 1)
+        return self._symbols[name] / (num_chunks(self.body) if chunk else 1)
 
     def bytes(self, type: Type) -> float:
         """Bytes of one rank's part of a value."""
@@ -82,26 +88,37 @@ class Sizes:
         assert self.route is not None
         return hop(self.route, group, start)
 
-    def active_experts(self) -> float:
-        """Experts of the busiest rank that a step uses."""
+    def active_experts(self, share: float = 1.0) -> float:
+        """Experts of the busiest rank that this share of a step uses."""
         assert self.route is not None
-        return active_experts(self.route, self.rows * self.program.mesh.ep)
+        return active_experts(self.route, self.rows * share * self.program.mesh.ep)
 
-    @property
-    def cached_tokens(self) -> float:
-        """Tokens of a decoding sequence that are in KV memory; a prefill starts with none."""
-        return self.program.context * MEAN_FILL if self.program.phase == "decode" else 0.0
+    def cached_tokens(self, chunk: tuple[int, int] = (0, 1)) -> float:
+        """Tokens in KV memory before a chunk of the step, of all its sequences.
 
-    @property
-    def attended(self) -> float:
-        """Keys that one token looks at, on average: prefill takes prompts as long as a step or the context allows."""
-        if self.program.phase == "decode":
-            return self.cached_tokens
-        return min(self.program.tokens, self.program.context) / 2
+        A decoding sequence has `MEAN_FILL` of the context there. A prefill has what the chunks before have put there of
+        the sequence that is cut: it takes prompts as long as a step or the context allows.
+        """
+        index, parts = chunk
+        program = self.program
+        if program.phase == "decode":
+            return program.tokens / parts * program.context * MEAN_FILL
+        return index * program.tokens / parts % min(program.tokens, program.context)
 
-    @cached_property
-    def _chunks(self) -> int:
-        return max(int(str(n.kwargs["parts"])) for n in self.body.graph.nodes if is_op(n) and "index" in n.kwargs)
+    def attended(self, chunk: tuple[int, int] = (0, 1)) -> float:
+        """Keys that one token of a chunk looks at, on average."""
+        (index, parts), program = chunk, self.program
+        if program.phase == "decode":
+            return program.context * MEAN_FILL
+        length = min(program.tokens, program.context)
+
+        def before(row: float) -> float:
+            """Keys that the step's rows before this one look at, in all."""
+            prompts, place = divmod(row, length)
+            return prompts * length**2 / 2 + place**2 / 2
+
+        first, stop = (i * program.tokens / parts for i in (index, index + 1))
+        return (before(stop) - before(first)) / (stop - first)
 
     @cached_property
     def _symbols(self) -> dict[str, float]:

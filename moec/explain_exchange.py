@@ -32,12 +32,17 @@ def _overlap(table: dict[str, Any]) -> Iterator[str]:
     """What was decided about overlap, why, and the time of all sparse layers in each number of chunks."""
     if (found := table.get("overlap")) is None:
         return
-    what = {"off": "off", "1": "in one piece, reordered"}.get(found["chosen"], f"in {found['chosen']} chunks")
-    yield f"overlap {what}: {found['reason']}"
+    yield f"overlap {_chunks(found['chosen'])}: {found['reason']}"
     if found["off_us"] is not None:
         times = [("off", found["off_us"]), *found["by_chunks"].items()]
-        shown = ", ".join(f"{chunks} {us:.1f} us" for chunks, us in times)
-        yield f"  sparse layers by chunks: {shown}"
+        shown = ", ".join(f"{_chunks(chunks)} {us:.1f} us" for chunks, us in times)
+        yield f"  sparse layers {shown}"
+
+
+def _chunks(overlap: str) -> str:
+    """`in 2 chunks` of what the experts do, or `of the layer`, with its attention."""
+    count, _, entry = overlap.partition(":")
+    return {"off": "off", "1": "reordered"}.get(count, f"in {count} chunks{' of the layer' * bool(entry)}")
 
 
 def _row(found: dict[str, Any], chosen: dict[str, str]) -> str:

@@ -107,8 +107,10 @@ def _relayout(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks
 def _own_rows(ref: Reference, x: Ranks, attrs: dict[str, Any]) -> Ranks:
     """Back from rows that were gathered over etp: each rank keeps those that were its own."""
 
+    index, parts = attrs.get("chunk", (0, 1))
+
     def give(ranks: tuple[int, ...], i: int) -> Tensor:
-        sizes = [sum(len(s.tokens) for s in ref.batches[r]) for r in ranks]
+        sizes = [balanced(sum(len(s.tokens) for s in ref.batches[r]), parts)[index] for r in ranks]
         return _pieces(x[ranks[i]], sizes)[i]
 
     return _by_group(ref, attrs["group"], give)

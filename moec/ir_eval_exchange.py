@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moec.ir_eval_local import Context
 from moec.mesh import Mesh
-from moec.placement import balanced
+from moec.placement import span
 
 
 def destination(mesh: Mesh, group: str, owner: int) -> int:
@@ -117,8 +117,7 @@ def pair_order(ctx: Context, ids: Tensor, table: str, group: str) -> tuple[Tenso
 
 
 def chunk_rows(ctx: Context, x: Tensor, parts: int, index: int) -> Tensor:
-    sizes = balanced(len(x), parts)
-    return x[sum(sizes[:index]) : sum(sizes[: index + 1])]
+    return x[span(len(x), index, parts)]
 
 
 def join_rows(ctx: Context, *parts: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moec.ir import Program
+from moec.placement import span
 
 if TYPE_CHECKING:
     from moec.ir_eval import Sequence
@@ -30,6 +31,19 @@ class Context:
     layer: int | None
     batch: list[Sequence]
     states: dict[tuple[int, int, int, str], Tensor]
+
+    def sequences(self, chunk: tuple[int, int] | None) -> list[Sequence]:
+        """The batch, or the rows of chunk (index, parts) of it: each sequence behind its rows in the chunks before."""
+        if chunk is None:
+            return self.batch
+        rows = span(sum(len(s.tokens) for s in self.batch), *chunk)
+        start, out = 0, []
+        for s in self.batch:
+            first, stop = max(rows.start - start, 0), min(rows.stop - start, len(s.tokens))
+            if first < stop:
+                out.append(replace(s, tokens=s.tokens[first:stop], cached=s.cached + first))
+            start += len(s.tokens)
+        return out
 
     def append(self, name: str, slot: int, cached: int, rows: Tensor) -> Tensor:
         """Write rows behind the `cached` tokens of a slot; the whole sequence so far."""
@@ -130,9 +144,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, cached: int) -> Tenso
     return torch.einsum("hnm,mhd->nhd", scores.masked_fill(future, -math.inf).softmax(-1), v)
 
 
-def attention(ctx: Context, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def attention(
+    ctx: Context, q: Tensor, k: Tensor, v: Tensor, scale: float, chunk: tuple[int, int] | None = None
+) -> Tensor:
     out, start = [], 0
-    for s in ctx.batch:
+    for s in ctx.sequences(chunk):
         rows = slice(start, start := start + len(s.tokens))
         keys, values = (ctx.append(name, s.slot, s.cached, t[rows]) for name, t in (("k", k), ("v", v)))
         repeat = q.shape[1] // k.shape[1]
@@ -151,11 +167,12 @@ def mla_attention(
     scale: float,
     value: int,
     form: str,
+    chunk: tuple[int, int] | None = None,
 ) -> Tensor:
     """Always expanded: the absorbed form must give the same."""
     heads, nope = q_nope.shape[1], q_nope.shape[2]
     out, start = [], 0
-    for s in ctx.batch:
+    for s in ctx.sequences(chunk):
         rows = slice(start, start := start + len(s.tokens))
         seen = ctx.append("latent", s.slot, s.cached, latent[rows])
         roped = ctx.append("rope", s.slot, s.cached, k_rope[rows])

@@ -30,7 +30,7 @@ placement: "placement" NAME held*
 held: "[" (INT | RANGE)* "]"
 memory: "memory" INT setting*
 done: "done" NAME*
-setting: NAME "=" (INT | FLOAT | NAME)
+setting: NAME "=" (INT | FLOAT | NAME | CHUNKS)
 link: NAME "=" (INT | FLOAT) "/" (INT | FLOAT) "/" INT
 rate: "link" "=" (INT | FLOAT) "/" (INT | FLOAT) "/" INT
 
@@ -49,6 +49,7 @@ returned: "return" VALUE
 run: "run" NAME [RANGED]
 
 TYPE: /(pending )?\w+\[[^\]\n]*\](<[^>\n]*>)?/
+CHUNKS.4: /\d+:layer/
 RANGED: /\d+\.\.\d+/
 RANGE.2: /\d+-\d+/
 VALUE: /%\w+/

@@ -87,18 +87,13 @@ class Execution:
     def here(self, rank: int) -> Here:
         return Here(self.program, rank, self.table, self.log)
 
-    def tokens_of(self, rank: int) -> list[Token]:
-        """Tokens of a rank in the attention view: those of its dp index, in order."""
-        dp = self.program.mesh.coordinate(rank, "dp")
-        return [Token(dp * self.program.mesh.tp, index) for index in range(self.table.sizes[dp])]
-
     @property
     def ranks(self) -> range:
         return range(self.program.mesh.size)
 
     def _step(self, node: fx.Node) -> None:
         if node.op == "placeholder":
-            self.values[node] = Value("rows", [[Row(token) for token in self.tokens_of(rank)] for rank in self.ranks])
+            self.values[node] = Value("rows", [[Row(token) for token in self.here(rank).tokens] for rank in self.ranks])
         elif node.op == "get_attr":
             self.values[node] = Value("param", [[self.body.params[str(node.target)]] for _ in self.ranks])
         elif node.op != "output" and is_op(node):
@@ -115,7 +110,7 @@ class Execution:
         if name == "all_to_all.wait":
             return (wait(args[0]),)
         if name in COLLECTIVES:
-            held = tuple(len(self.tokens_of(rank)) for rank in self.ranks)
+            held = tuple(len(self.here(rank).tokens) for rank in self.ranks)
             comm = Comm(self.program.mesh, str(node.kwargs["group"]), dict(node.kwargs), held)
             return (COLLECTIVES[name](comm, *args),)
         return self._local(name, args, dict(node.kwargs), op_of(node).num_results)
@@ -177,8 +172,8 @@ def check_returned(run: Execution, value: Value) -> None:
     """What the body returns has each rank's tokens in order, each with the share of every choice once."""
     for rank in run.ranks:
         column: Column = value.columns[rank]
-        found = [row.token for row in column]
-        require(found == run.tokens_of(rank), f"rank {rank} returns {_list(found)} for {_list(run.tokens_of(rank))}")
+        found, wanted = [row.token for row in column], run.here(rank).tokens
+        require(found == wanted, f"rank {rank} returns {_list(found)} for {_list(wanted)}")
         for row in column:
             _check_row(run, rank, row)
 

@@ -171,6 +171,7 @@ def _relayout(comm: Comm, value: Value) -> Value:
     """To the other view: keep, take one's balanced piece, join the pieces, or take back one's own rows."""
     _want(value, "rows")
     columns, how, to = value.columns, comm.attrs["how"], comm.attrs["to"]
+    index, parts = comm.attrs.get("chunk", (0, 1))
     if how == "keep":
         return value
     if how == "gather":
@@ -178,7 +179,8 @@ def _relayout(comm: Comm, value: Value) -> Value:
 
     def piece(ranks: tuple[int, ...], i: int) -> Column:
         rows = columns[ranks[i]]
-        sizes = balanced(len(rows), len(ranks)) if to == "experts" else [comm.held[rank] for rank in ranks]
+        held = [balanced(comm.held[rank], parts)[index] for rank in ranks]
+        sizes = balanced(len(rows), len(ranks)) if to == "experts" else held
         return rows[sum(sizes[:i]) : sum(sizes[: i + 1])]
 
     return Value("rows", comm.each(piece))

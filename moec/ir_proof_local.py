@@ -26,7 +26,7 @@ from moec.ir_proof_rows import (
     terms_of,
 )
 from moec.layout import Placed, Shard
-from moec.placement import balanced
+from moec.placement import span
 
 # --- out ---------------------------------------------------------------------------------------------------------
 
@@ -212,12 +212,20 @@ def add(here: Here, a: Column, b: Column) -> tuple[Column]:
 
 
 def chunk_rows(here: Here, rows: Column, parts: int, index: int) -> tuple[Column]:
-    sizes = balanced(len(rows), parts)
-    return (rows[sum(sizes[:index]) : sum(sizes[: index + 1])],)
+    return (rows[span(len(rows), index, parts)],)
 
 
 def join_rows(here: Here, *parts: Column) -> tuple[Column]:
     return ([row for part in parts for row in part],)
+
+
+def attention(here: Here, *columns: Column, chunk: tuple[int, int] = (0, 1), **attrs: Any) -> tuple[Column]:
+    """Rows are those that the chunk's place in KV memory is for."""
+    rows = opaque(*(column for column in columns if not column or isinstance(column[0], Row)))
+    index, parts = chunk
+    wanted = here.tokens[span(len(here.tokens), index, parts)]
+    require([row.token for row in rows] == wanted, f"it attends rows of others than chunk {index} of {parts}")
+    return (rows,)
 
 
 def opaque(*columns: Column) -> Column:
@@ -256,4 +264,6 @@ LOCAL: dict[str, Symbolic] = {
     "chunk_rows": Symbolic(chunk_rows, ("any",), ("same",)),
     "join_rows": Symbolic(join_rows, ("rows",) * 8, ("rows",)),
     "add": Symbolic(add, ("rows", "rows"), ("rows",)),
+    "attention": Symbolic(attention, ("rows",) * 3, ("rows",)),
+    "mla_attention": Symbolic(attention, (*("rows",) * 4, "param"), ("rows",)),
 }

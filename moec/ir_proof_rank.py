@@ -27,6 +27,13 @@ class Here:
     log: Log
 
     @property
+    def tokens(self) -> list[Token]:
+        """Tokens of this rank in the attention view: those of its dp index, in order."""
+        mesh = self.program.mesh
+        dp = mesh.coordinate(self.rank, "dp")
+        return [Token(dp * mesh.tp, index) for index in range(self.table.sizes[dp])]
+
+    @property
     def ep_index(self) -> int:
         return self.program.mesh.coordinate(self.rank, "ep")
 

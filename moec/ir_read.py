@@ -106,7 +106,8 @@ class Reader(Transformer[Token, Any]):
         )  # a word or a count
         found = _settings("step", read, STEP, STEP_OPTIONS)
         require(
-            re.fullmatch(r"off|auto|[1-8]", found.get("overlap", "off")) is not None, f"overlap={found.get('overlap')}"
+            re.fullmatch(r"off|auto|1|[2-8](:layer)?", found.get("overlap", "off")) is not None,
+            f"overlap={found.get('overlap')}",
         )
         return "step", found | {"drop": found.get("drop") == "true"}
 

@@ -61,10 +61,11 @@ def check_joined(program: Program, body: Body) -> Faults:
 
 
 def check_states(program: Program, body: Body) -> Faults:
-    """KV memory is written once, and cut as the heads that are written to it."""
+    """KV memory is written once for each row, chunks in their order, and cut as the heads that are written to it."""
     writers = [node for node in body.graph.nodes if is_op(node) and "kv" in op_of(node).effects]
-    if len(writers) != (1 if body.states else 0):
-        yield f"{len(writers)} operations write the states {sorted(body.states)}"
+    chunks = [node.kwargs.get("chunk", (0, 1)) for node in writers]
+    if chunks != ([(index, len(writers)) for index in range(max(1, len(writers)))] if body.states else []):
+        yield f"{len(writers)} operations write the states {sorted(body.states)}, as chunks {chunks}"
         return
     for node in writers if program.is_typed else ():
         written = {"k": 1, "v": 2} if op_of(node).name == "attention" else {"latent": 2, "rope": 3}

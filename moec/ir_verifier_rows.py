@@ -112,7 +112,9 @@ def _count_faults(node: fx.Node) -> Faults:
 
 def _join_faults(node: fx.Node) -> Faults:
     """All rows are in some chunk: types say only which chunk each part is."""
-    cut = {n.kwargs["parts"] for n in node.graph.nodes if is_op(n) and op_of(n).name == "chunk_rows"}
+    ops = [n for n in node.graph.nodes if is_op(n)]
+    cut = {n.kwargs["parts"] for n in ops if op_of(n).name == "chunk_rows"}
+    cut |= {n.kwargs["chunk"][1] for n in ops if "chunk" in n.kwargs}
     for parts in sorted(map(int, cut)):
         if parts != len(node.args):
             yield f"join_rows joins {len(node.args)} chunks of {parts}"

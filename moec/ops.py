@@ -74,8 +74,8 @@ WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "i64": 8, "i32": 4, "bytes": 1}
 @dataclass(frozen=True)
 class Op:
     """One operation. `args`: the dtype of each operand (a key of `DTYPES`), of which the last `num_optional` may be
-    left out. `effects`: `kv` reads and appends this layer's KV state; `comm` is a collective on `group`;
-    `cache` moves experts between their tiers and their slots.
+    left out; so may the attributes in `options`. `effects`: `kv` reads and appends this layer's KV state; `comm` is a
+    collective on `group`; `cache` moves experts between their tiers and their slots.
     """
 
     name: str
@@ -83,6 +83,7 @@ class Op:
     shape: ShapeRule = field(repr=False)
     place: PlaceRule = field(repr=False)
     attrs: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
     num_optional: int = 0
     num_results: int = 1
     effects: frozenset[str] = frozenset()
@@ -104,7 +105,7 @@ class Op:
         low, high = len(self.args) - self.num_optional, len(self.args)
         if not low <= num_args <= high:
             return f"{self.name} takes {low}{f' to {high}' if high > low else ''} operands, not {num_args}"
-        if missing := sorted(set(attrs) ^ set(self.attrs)):
+        if missing := sorted(set(attrs) ^ {*self.attrs, *(set(self.options) & set(attrs))}):
             return f"{self.name} has the attributes {', '.join(self.attrs) or 'none'}; check {', '.join(missing)}"
         return next(filter(None, (attribute_fault(key, value) for key, value in sorted(attrs.items()))), "")
 
@@ -188,6 +189,14 @@ def symbol(name: str, like: Dim) -> str:
 def base_symbol(dim: Dim) -> Dim:
     """P for P.1; a number stays one."""
     return dim.partition(".")[0] if isinstance(dim, str) else dim
+
+
+def require_chunk(call: Call, rows: Dim) -> None:
+    """What asks the step about its rows says of which chunk they are, by `chunk` = (index, parts), or of none."""
+    index, parts = call.attrs.get("chunk", (0, 1))
+    call.require(index < parts, f"chunk {index} of {parts}")
+    named = f"{base_symbol(rows)}.{index}" if "chunk" in call.attrs else base_symbol(rows)
+    call.same_dims(rows, named, "rows and rows of the chunk")
 
 
 def rowwise(call: Call, axis: str, places: Places) -> Places:

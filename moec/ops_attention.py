@@ -17,6 +17,7 @@ from moec.ops import (
     partial_hint,
     refuse,
     register,
+    require_chunk,
     rowwise,
 )
 
@@ -61,6 +62,7 @@ def _attention_shape(call: Call) -> Shapes:
     call.require(kv_rows == v_rows and kv_rows[0] == rows, "rows or heads of k and v differ")
     repeat = local_dim(heads, "heads") % local_dim(kv_rows[1], "kv heads")
     call.require(repeat == 0, f"{heads} heads on {kv_rows[1]} KV heads")
+    require_chunk(call, rows)
     return (((rows, heads, value), call.dtype(0)),)
 
 
@@ -84,6 +86,7 @@ def _mla_shape(call: Call) -> Shapes:
     value = call.attrs["value"]
     per_head = local_dim(nope, "nope dim") + value
     call.same_dims(local_dim(heads, "heads") * per_head, width, "heads * (nope + value) and kv_b")
+    require_chunk(call, rows)
     return (((rows, heads, value), call.dtype(0)),)
 
 
@@ -110,10 +113,12 @@ def _rope_place(call: Call, axis: str, places: Places) -> Places:
 
 KV = frozenset({"kv"})
 MLA = ("float",) * 5
+#: Attention over a chunk of the step's rows: the chunks before it are in KV memory.
+OF_ROWS = ("chunk",)
 
 register(Op("split_heads", ("float",), _split_heads_shape, _keep_place, ("head_dim",)))
 register(Op("merge_heads", ("float",), _merge_heads_shape, _keep_place))
 register(Op("split", ("float",), _split_shape, _split_place, ("sizes",), num_results=2))
 register(Op("rope", ("float", "i64"), _rope_shape, _rope_place, ("theta", "pairs", "yarn")))
-register(Op("attention", ("float",) * 3, _attention_shape, _attention_place, ("scale",), effects=KV))
-register(Op("mla_attention", MLA, _mla_shape, _mla_place, ("scale", "value", "form"), effects=KV))
+register(Op("attention", ("float",) * 3, _attention_shape, _attention_place, ("scale",), OF_ROWS, effects=KV))
+register(Op("mla_attention", MLA, _mla_shape, _mla_place, ("scale", "value", "form"), OF_ROWS, effects=KV))

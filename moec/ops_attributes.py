@@ -10,6 +10,10 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
+def _is_index(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
@@ -22,12 +26,17 @@ def _one_of(*words: str) -> Callable[[Any], bool]:
     return lambda value: value in words
 
 
+def _is_chunk(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and _is_index(value[0]) and _is_count(value[1])
+
+
 ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "ahead": ("a count", _is_count),
     "back": ("true or false", lambda value: isinstance(value, bool)),
     "by": ("next_router or history", _one_of("next_router", "history")),
     "bound": ("none or a count", lambda value: value is None or _is_count(value)),
-    "dim": ("a dim", lambda value: type(value) is int and value >= 0),
+    "chunk": ("an index and a count", _is_chunk),
+    "dim": ("a dim", _is_index),
     "drop": ("true or false", lambda value: isinstance(value, bool)),
     "dtype": ("a dtype", _one_of("bf16", "fp16", "fp32")),
     "eps": ("a number", _is_number),
@@ -37,7 +46,7 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "head_dim": ("a count", _is_count),
     "hidden": ("a count", _is_count),
     "how": ("keep, slice or gather", _one_of("keep", "slice", "gather")),
-    "index": ("an index", lambda value: type(value) is int and value >= 0),
+    "index": ("an index", _is_index),
     "keep": ("a count", _is_count),
     "most": ("a count", _is_count),
     "pairs": ("halves or interleaved", _one_of("halves", "interleaved")),

@@ -16,6 +16,7 @@ from moec.ops import (
     local_dim,
     refuse,
     register,
+    require_chunk,
     symbol,
 )
 
@@ -85,8 +86,9 @@ def _relayout_shape(call: Call) -> Shapes:
     here, there = ("T", "S") if call.attrs["to"] == "experts" else ("S", "T")
     if call.attrs["how"] == "keep":
         here = there = "T"
-    call.same_dims(rows, here, "rows and rows that relayout moves")
-    return (((there, width), call.dtype(0)),)
+    call.same_dims(base_symbol(rows), here, "rows and rows that relayout moves")
+    require_chunk(call, rows)
+    return (((symbol(there, rows), width), call.dtype(0)),)
 
 
 def _relayout_layout(call: Call) -> Layout:
@@ -153,10 +155,11 @@ def collective(
     *attrs: str,
     relayout: LayoutRule | None = None,
     num_optional: int = 0,
+    options: tuple[str, ...] = (),
 ) -> None:
     """Register an operation that every rank of its `group` takes part in."""
     effects = frozenset({"comm"})
-    register(Op(name, args, shape, place, (*attrs, "group"), num_optional, effects=effects, relayout=relayout))
+    register(Op(name, args, shape, place, (*attrs, "group"), options, num_optional, effects=effects, relayout=relayout))
 
 
 collective("exchange_sizes", ("any",), _sizes_shape, _sizes_place)
@@ -164,7 +167,15 @@ collective("all_gather_rows", ("any", "i64"), _gather_rows_shape, _gather_rows_p
 collective("reduce_scatter_rows", ("float", "i64"), _reduce_scatter_shape, _reduce_scatter_place)
 collective("all_reduce", ("float",), _same_value, _all_reduce_place)
 collective("all_gather", ("float",), _all_gather_shape, _all_gather_place, "dim")
-collective("relayout", ("float",), _relayout_shape, _not_per_axis, "to", "how", "parts", relayout=_relayout_layout)
+collective(
+    "relayout",
+    ("float",),
+    _relayout_shape,
+    _not_per_axis,
+    *("to", "how", "parts"),
+    relayout=_relayout_layout,
+    options=("chunk",),
+)
 
 STAGE = frozenset({"stage"})
 register(Op("receive", ("i64",), _receive_shape, _as_the_rows, ("hidden", "dtype"), effects=STAGE))

@@ -57,6 +57,13 @@ def balanced(total: int, parts: int) -> tuple[int, ...]:
     return tuple(total // parts + (i < total % parts) for i in range(parts))
 
 
+def span(total: int, index: int, parts: int) -> slice:
+    """Where piece `index` of `parts` balanced pieces of `total` lies."""
+    sizes = balanced(total, parts)
+    first = sum(sizes[:index])
+    return slice(first, first + sizes[index])
+
+
 def linear(num_experts: int, num_ranks: int) -> Placement:
     """Neighbouring experts together: rank 0 holds 0, 1, ..."""
     ids = iter(range(num_experts))

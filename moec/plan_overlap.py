@@ -1,4 +1,4 @@
-"""What overlapping a sparse layer's exchange with its compute would gain, for each number of chunks."""
+"""What overlapping a sparse layer's exchange with its compute would gain, for each way to cut its tokens in chunks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from moec.cost_sizes import sizes_of
 from moec.ir import Body, Program, is_op
 from moec.schedule import makespan, reorder
 
-#: Chunks that `overlap = auto` tries. 1 only moves what is there.
-CHUNKS = (1, 2, 4)
+#: Chunks that `overlap = auto` tries: 1 only moves what is there, 2 and 4 cut at the experts, the last at the entry.
+CHUNKS = ("1", "2", "4", "2:layer")
 #: Gains below this share of a layer's time are within the model's error, and not worth another order.
 LEAST_GAIN = 0.01
 
@@ -23,7 +23,10 @@ Lower = Callable[[Program], None]
 
 @dataclass(frozen=True)
 class Overlap:
-    """Microseconds of all sparse layers by number of chunks, and with `overlap = off`; None where a rate is unknown."""
+    """Microseconds of all sparse layers by chunks (as `Program.overlap` says them), and with `overlap = off`.
+
+    None where a rate is unknown.
+    """
 
     off_us: float | None
     by_chunks: dict[str, float]
@@ -43,18 +46,20 @@ def plan_overlap(program: Program, lower: Lower) -> Overlap:
     best = min(times, key=lambda chunks: times[chunks])
     gain = (off - times[best]) / off if off else 0.0
     if program.overlap != "auto":
-        return Overlap(off, times, program.overlap, f"asked for; predicted gain {gain:.1%}")
+        return Overlap(off, times, best, f"asked for; predicted gain {gain:.1%}")
     if gain < LEAST_GAIN:
         return Overlap(off, times, "off", f"the best order gains {max(gain, 0):.1%}, less than {LEAST_GAIN:.0%}")
     return Overlap(off, times, best, f"predicted gain {gain:.1%}")
 
 
 def _candidates(program: Program) -> Sequence[str]:
-    if program.overlap != "auto":
-        return (program.overlap,)
+    """What is asked for may be cut at the experts or at the layer's entry."""
     # A padded step has one shape; a cache is asked once for all experts of a layer's rows.
     is_whole = program.exchange == "padded" or program.cache is not None
-    return ("1",) if is_whole else tuple(map(str, CHUNKS))
+    if program.overlap == "auto":
+        return CHUNKS[:1] if is_whole else CHUNKS
+    is_open = program.overlap.isdigit() and program.overlap != "1" and not is_whole
+    return (program.overlap, f"{program.overlap}:layer") if is_open else (program.overlap,)
 
 
 def _time(program: Program, lower: Lower, overlap: str) -> tuple[float, tuple[str, ...]]:

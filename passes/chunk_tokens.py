@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
-from moec.ir import Body, Program, is_op, op_of, operands
+from moec.ir import Body, Program, is_op, op_of, operands, output_of, results_of
 from moec.ir_build import Builder, erase
 from moec.passes.base import Pass
 
 
 @dataclass(frozen=True)
 class ChunkTokens(Pass):
-    """Give each of `program.overlap` chunks of the routed tokens a `moe` of its own.
+    """Give each chunk of the tokens its own copy of a sparse layer's operations, by `program.chunks`.
+
+    Either of the `moe` alone, whose rows, ids and weights are cut, or of the whole layer, whose inputs are: then the
+    attention of one chunk runs while another is on its way to its experts. `attention` and `relayout` are told which
+    chunk they are given.
 
     before: %4 = moe(%1, %2, %3, ...)
     after:  %4 = chunk_rows(%1, index=0, parts=2); ...; %7 = moe(%4, %5, %6, ...); ...; %12 = join_rows(%7, %11)
@@ -24,22 +29,39 @@ class ChunkTokens(Pass):
     exact: ClassVar[bool] = False
 
     def run(self, program: Program) -> None:
-        if program.overlap in ("off", "1"):
+        parts, is_whole = program.chunks
+        if parts == 1:
             return
         for body in program.bodies.values():
-            for node in list(body.graph.nodes):
-                if is_op(node) and op_of(node).name == "moe":
-                    _chunk(program, body, node, int(program.overlap))
+            for moe in [node for node in body.graph.nodes if is_op(node) and op_of(node).name == "moe"]:
+                if is_whole:
+                    inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
+                    _cut(program, body, inputs, list(filter(is_op, body.graph.nodes)), output_of(body), parts)
+                else:
+                    _cut(program, body, operands(moe)[:3], [moe], moe, parts)
 
 
-def _chunk(program: Program, body: Body, moe: fx.Node, parts: int) -> None:
+def _cut(
+    program: Program, body: Body, rows: Sequence[fx.Node], nodes: Sequence[fx.Node], result: fx.Node, parts: int
+) -> None:
+    """Copy `nodes`, which make `result` of `rows`, for each chunk of them; the results joined take its place."""
     build = Builder(program, body)
-    *rows, gate, up, down = operands(moe)
-    with build.before(moe):
+    with build.before(nodes[-1]):
         served = []
         for index in range(parts):
-            pieces = [build.emit("chunk_rows", value, at=moe, parts=parts, index=index) for value in rows]
-            served.append(build.emit("moe", *pieces, gate, up, down, at=moe, table=moe.kwargs["table"]))
-        whole = build.emit("join_rows", *served, at=moe)
-    moe.replace_all_uses_with(whole)
-    erase(body, moe)
+            made = {value: build.emit("chunk_rows", value, at=nodes[0], parts=parts, index=index) for value in rows}
+            for node in nodes:
+                _copy(build, node, made, {"chunk": (index, parts)})
+            served.append(made[result])
+        whole = build.emit("join_rows", *served, at=nodes[-1])
+    result.replace_all_uses_with(whole)
+    for node in reversed(nodes):
+        erase(body, node)
+
+
+def _copy(build: Builder, node: fx.Node, made: dict[fx.Node, fx.Node], told: dict[str, Any]) -> None:
+    """The operation on what `made` has for its operands, told what it can be; its results enter `made`."""
+    op = op_of(node)
+    attrs = dict(node.kwargs) | {name: value for name, value in told.items() if name in op.options}
+    values = build.emit(op.name, *(made.get(value, value) for value in operands(node)), at=node, **attrs)
+    made.update(zip(results_of(node), (values,) if op.num_results == 1 else values, strict=True))

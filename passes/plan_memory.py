@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from moec.cache_sizes import arena_bytes, cached_params
-from moec.cost_sizes import bounds
+from moec.cost_sizes import bounds, num_chunks
 from moec.diagnostics import CompileError, Diagnostic
-from moec.ir import Body, Dim, Memory, Program, Type, is_op, op_of
+from moec.ir import Body, Memory, Program, Type, is_op, op_of
 from moec.ir_slots import is_cached
 from moec.layout import Placed
 from moec.ops import WIDTH
@@ -97,20 +97,19 @@ def _buffers(program: Program, rank: int) -> int:
 
 
 def _bounds(program: Program, body: Body, rank: int) -> dict[str, int]:
-    """The largest value of each symbol on this rank."""
+    """The largest value of each symbol on this rank; of a chunk, with its part of the tokens."""
     routes = [n for n in body.graph.nodes if is_op(n) and op_of(n).name == "route"]
     top = max((int(str(n.kwargs["top"])) for n in routes), default=0)
-    return bounds(program, top, max((_held(program, rank, str(n.kwargs["table"])) for n in routes), default=0))
+    held = max((_held(program, rank, str(n.kwargs["table"])) for n in routes), default=0)
+    whole = bounds(program, top, held)
+    parts = num_chunks(body)
+    chunk = bounds(replace(program, tokens=-(-program.tokens // parts)), top, held)
+    return whole | {f"{name}.{index}": size for name, size in chunk.items() for index in range(parts)}
 
 
 def _body_buffers(program: Program, body: Body, bounds: dict[str, int]) -> int:
     def size(type: Type) -> int:
-        return WIDTH[type.dtype] * math.prod(_known(dim, bounds) for dim in type.shape)
+        return WIDTH[type.dtype] * math.prod(dim if isinstance(dim, int) else bounds[dim] for dim in type.shape)
 
     values = [node.meta.get("type") for node in body.graph.nodes if node.op != "get_attr"]
     return sum(size(value) for value in values if isinstance(value, Type))
-
-
-def _known(dim: Dim, bounds: dict[str, int]) -> int:
-    """The most that a dim can be; a chunk of the tokens, whose share is not known, counts as all of them."""
-    return dim if isinstance(dim, int) else bounds[dim.partition(".")[0]]

@@ -155,8 +155,10 @@ def all_gather(ctx: Context, x: Tensor, *, dim: int, group: str) -> Tensor:
     return gather(at, moved, [moved.shape[0]] * at.size, "all_gather").movedim(0, dim).contiguous()
 
 
-def relayout(ctx: Context, x: Tensor, *, to: str, how: str, parts: int, group: str) -> Tensor:
-    """Token rows from one view of the mesh to the other.
+def relayout(
+    ctx: Context, x: Tensor, *, to: str, how: str, parts: int, group: str, chunk: tuple[int, int] | None = None
+) -> Tensor:
+    """Token rows of the step, or of chunk (index, parts) of it, from one view of the mesh to the other.
 
     `keep`: both views hold the same rows. `slice`: this rank's piece of `parts`. `gather`: the pieces of all ranks.
     Where attention holds more ranks per block (to experts: slice), the pieces are balanced, the first ones one longer.
@@ -165,10 +167,12 @@ def relayout(ctx: Context, x: Tensor, *, to: str, how: str, parts: int, group: s
     if how == "keep":
         return x
     at = ctx.groups[group]
+    index, num_chunks = chunk or (0, 1)
+    num_tokens = balanced(ctx.step.num_tokens, num_chunks)[index]
     if (how == "slice") == (to == "experts"):
-        pieces = list(balanced(ctx.step.num_tokens, parts))
+        pieces = list(balanced(num_tokens, parts))
     else:
-        pieces = _sizes(at, ctx.step.num_tokens, x.device)
+        pieces = _sizes(at, num_tokens, x.device)
     if how == "gather":
         return gather(at, x, pieces, "relayout")
     first = sum(pieces[: at.index])

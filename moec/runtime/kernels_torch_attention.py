@@ -25,13 +25,14 @@ QUERY_ROWS = 512
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """Where the rows of a step lie in the KV memory, shared by the layers.
+    """Where the rows of a step, or of a chunk of it, lie in the KV memory; shared by the layers.
 
     slots_T: KV slot of each row. lengths: places of each sequence that hold rows, the step's included. is_single: every
     sequence has one row, so all are read together: place_BL are the places to read (beyond a sequence's end, its last
     place again), mask_BL says which of them count (None: all have one length).
     """
 
+    step: Step
     slots_T: Tensor
     lengths: tuple[int, ...]
     is_single: bool
@@ -39,16 +40,22 @@ class Reading:
     mask_BL: Tensor | None
 
 
-def attention(ctx: Context, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, *, scale: float) -> Tensor:
+#: Which of how many balanced chunks of the step's rows; None for all rows.
+Chunk = tuple[int, int] | None
+
+
+def attention(
+    ctx: Context, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, *, scale: float, chunk: Chunk = None
+) -> Tensor:
     """Causal attention, H / K query heads to a KV head: [T, H, d]. KV memory k, v [slots, context, K, d]."""
-    reading = _reading(ctx)
+    reading = _reading(ctx, chunk)
     _append(ctx, reading, k=k_TKd, v=v_TKd)
     if reading.is_single:
         keys, values = (_read_all(ctx, reading, name).transpose(1, 2) for name in ("k", "v"))
         q_BKGd = torch.unflatten(q_THd, 1, (k_TKd.shape[1], -1))
         return _attend(q_BKGd, keys, values, scale, _over_heads(reading.mask_BL)).flatten(1, 2)
     pieces = []
-    for index, rows in _sequences(ctx.step):
+    for index, rows in _sequences(reading.step):
         keys, values = (_read_one(ctx, reading, name, index) for name in ("k", "v"))
         pieces.append(_attend_one(q_THd[rows], keys, values, scale))
     return _join(pieces, q_THd, v_TKd.shape[2])
@@ -65,13 +72,14 @@ def mla_attention(
     scale: float,
     value: int,
     form: str,
+    chunk: Chunk = None,
 ) -> Tensor:
     """Causal attention over latents: [T, H, e]. KV memory latent [slots, context, C], rope [slots, context, r].
 
     `w_kv_b` [H * (n + e), C] makes each head's key and value from a latent. `expanded` applies it to the latents read;
     `absorbed` to the query and to the result instead, so that all heads read the latents themselves.
     """
-    reading = _reading(ctx)
+    reading = _reading(ctx, chunk)
     _append(ctx, reading, latent=c_TC, rope=k_rope_Tr)
     w_HNC = torch.unflatten(w_kv_b, 0, (q_nope_THn.shape[1], -1))
     if form == "expanded":
@@ -87,7 +95,7 @@ def _mla_expanded(ctx: Context, reading: Reading, q_THd: Tensor, w_HNC: Tensor, 
     """Each sequence's latents made into keys and values of every head."""
     heads, width, _ = w_HNC.shape
     pieces = []
-    for index, rows in _sequences(ctx.step):
+    for index, rows in _sequences(reading.step):
         latent_LC, rope_Lr = (_read_one(ctx, reading, name, index) for name in ("latent", "rope"))
         kv_LHN = F.linear(latent_LC, w_HNC.flatten(0, 1)).view(-1, heads, width)
         k_nope_LHn, values_LHe = torch.split(kv_LHN, [width - value, value], dim=-1)
@@ -102,7 +110,7 @@ def _mla_absorbed(ctx: Context, reading: Reading, q_THd: Tensor, scale: float) -
         keys = torch.cat([_read_all(ctx, reading, name) for name in ("latent", "rope")], dim=-1).unsqueeze(1)
         return _attend(q_THd.unsqueeze(1), keys, keys, scale, _over_heads(reading.mask_BL)).squeeze(1)
     pieces = []
-    for index, rows in _sequences(ctx.step):
+    for index, rows in _sequences(reading.step):
         keys = torch.cat([_read_one(ctx, reading, name, index) for name in ("latent", "rope")], dim=-1).unsqueeze(1)
         pieces.append(_attend_one(q_THd[rows], keys, keys, scale))
     return _join(pieces, q_THd, q_THd.shape[2])
@@ -111,11 +119,12 @@ def _mla_absorbed(ctx: Context, reading: Reading, q_THd: Tensor, scale: float) -
 # --- the KV memory ------------------------------------------------------------------------------------------------
 
 
-def _reading(ctx: Context) -> Reading:
-    """The step's reading, made by its first layer."""
-    if "reading" not in ctx.step_memo:
-        ctx.step_memo["reading"] = _make_reading(ctx.step)
-    found: Reading = ctx.step_memo["reading"]
+def _reading(ctx: Context, chunk: Chunk) -> Reading:
+    """The reading of the step or of a chunk of it, made by the first layer."""
+    key = "reading", chunk
+    if key not in ctx.step_memo:
+        ctx.step_memo[key] = _make_reading(ctx.step if chunk is None else ctx.step.chunk(*chunk))
+    found: Reading = ctx.step_memo[key]
     return found
 
 
@@ -131,23 +140,23 @@ def _make_reading(step: Step) -> Reading:
         place_BL = torch.arange(max(lengths)).expand(len(lengths), -1)
         mask_BL = (place_BL <= last_B).to(device) if len(set(lengths)) > 1 else None
         place_BL = torch.minimum(place_BL, last_B).to(device)
-    return Reading(slots_T.to(device), lengths, is_single, place_BL, mask_BL)
+    return Reading(step, slots_T.to(device), lengths, is_single, place_BL, mask_BL)
 
 
 def _append(ctx: Context, reading: Reading, **rows: Tensor) -> None:
     """Put the step's rows at their places."""
     for name, value in rows.items():
-        ctx.kv[name].index_put_((reading.slots_T, ctx.step.positions), value)
+        ctx.kv[name].index_put_((reading.slots_T, reading.step.positions), value)
 
 
 def _read_one(ctx: Context, reading: Reading, name: str, index: int) -> Tensor:
     """The rows of one sequence: [L, ...], a view."""
-    return ctx.kv[name][ctx.step.slots[index], : reading.lengths[index]]
+    return ctx.kv[name][reading.step.slots[index], : reading.lengths[index]]
 
 
 def _read_all(ctx: Context, reading: Reading, name: str) -> Tensor:
     """The rows of all sequences: [B, L, ...]; a view where they have one length and neighbouring slots."""
-    memory, slots = ctx.kv[name], ctx.step.slots
+    memory, slots = ctx.kv[name], reading.step.slots
     if reading.mask_BL is None and slots and slots == tuple(range(slots[0], slots[0] + len(slots))):
         return memory[slots[0] : slots[-1] + 1, : reading.lengths[0]]
     assert reading.place_BL is not None, "only sequences of one row each are read together"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moec.diagnostics import fail
 from moec.ops_exchange import message_bytes
-from moec.placement import balanced
+from moec.placement import span
 from moec.runtime.context import DTYPES, Context
 from moec.runtime.kernels_torch_pairs import destinations, group_size, look_up, lost_rows, sums
 
@@ -154,9 +154,7 @@ def fan_in(ctx: Context, rows_PD: Tensor, origin_P: Tensor, ids_Nk: Tensor, *, t
 
 def chunk_rows(ctx: Context, x: Tensor, *, parts: int, index: int) -> Tensor:
     """Piece `index` of `parts` balanced pieces of the rows, the first ones one longer."""
-    sizes = balanced(x.shape[0], parts)
-    first = sum(sizes[:index])
-    return x[first : first + sizes[index]]
+    return x[span(x.shape[0], index, parts)]
 
 
 def join_rows(ctx: Context, *parts: Tensor) -> Tensor:

@@ -32,10 +32,13 @@ def rope(ctx: Context, x: Tensor, positions_T: Tensor, *, theta: float, pairs: s
 
 
 def _turns(ctx: Context, positions_T: Tensor, dim: int, theta: float, yarn: Yarn | None) -> tuple[Tensor, Tensor]:
-    """cos and sin of every row's angles, fp32 [T, F]; computed by the first layer, kept for the step."""
-    key = ("rope", dim, theta, yarn)
+    """cos and sin of every row's angles, fp32 [T, F]; computed by the first layer, kept for the step.
+
+    Positions are known by their place in memory, which the entry keeps: each layer cuts the step's anew in chunks.
+    """
+    key = ("rope", dim, theta, yarn, positions_T.data_ptr(), len(positions_T))
     known: tuple[Tensor, Tensor, Tensor] | None = ctx.step_memo.get(key)
-    if known is None or known[0] is not positions_T:
+    if known is None:
         frequency_F, factor = frequencies(dim, theta, yarn)
         angle_TF = positions_T.float()[:, None] * frequency_F.to(positions_T.device)
         known = positions_T, angle_TF.cos() * factor, angle_TF.sin() * factor

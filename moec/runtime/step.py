@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moec.placement import span
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -48,6 +50,23 @@ class Step:
     @property
     def num_sequences(self) -> int:
         return len(self.slots)
+
+    def chunk(self, index: int, parts: int) -> Step:
+        """Chunk `index` of `parts` balanced chunks of the rows, as a step that selects none.
+
+        A sequence that lies in several continues in each behind what the chunks before it have put in KV memory.
+        """
+        rows = span(self.num_tokens, index, parts)
+        bounds = [(max(a, rows.start), min(z, rows.stop)) for a, z in zip(self.starts, self.starts[1:], strict=False)]
+        held = [(b, first, stop) for b, (first, stop) in enumerate(bounds) if first < stop]
+        return Step(
+            self.tokens[rows],
+            self.positions[rows],
+            self.select[:0],
+            slots=tuple(self.slots[b] for b, _, _ in held),
+            starts=(0, *(stop - rows.start for _, _, stop in held)),
+            cached=tuple(self.cached[b] + first - self.starts[b] for b, first, _ in held),
+        )
 
 
 def make_step(pieces: Sequence[Piece], device: torch.device | str = "cpu") -> Step:
