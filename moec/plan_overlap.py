@@ -15,7 +15,7 @@ from moec.schedule import makespan, reorder
 
 #: Chunks that `overlap = auto` tries: 1 only moves what is there, 2 and 4 cut at the experts, the last at the entry.
 CHUNKS = ("1", "2", "4", "2:layer")
-#: Gains below this share of a layer's time are within the model's error, and not worth another order.
+#: Differences below this share of a layer's time are within the model's error: what is simpler goes first.
 LEAST_GAIN = 0.01
 
 Lower = Callable[[Program], None]
@@ -38,18 +38,20 @@ def plan_overlap(program: Program, lower: Lower) -> Overlap:
     """Choose the chunks of a typed Program whose `moe` nodes are not lowered yet; `lower` lowers a copy of it."""
     if program.mesh.ep == 1 or not program.experts:
         return Overlap(None, {}, "off", "nothing is exchanged")
+    is_asked = program.overlap != "auto"
+    asked = "asked for; " if is_asked else ""
     off, unknown = _time(program, lower, "off")
     if unknown:
-        chosen, asked = ("off", "") if program.overlap == "auto" else (program.overlap, "asked for; ")
+        chosen = program.overlap if is_asked else "off"
         return Overlap(None, {}, chosen, f"{asked}the cluster gives no rate for {', '.join(unknown)}")
     times = {chunks: _time(program, lower, chunks)[0] for chunks in _candidates(program)}
-    best = min(times, key=lambda chunks: times[chunks])
-    gain = (off - times[best]) / off if off else 0.0
-    if program.overlap != "auto":
-        return Overlap(off, times, best, f"asked for; predicted gain {gain:.1%}")
-    if gain < LEAST_GAIN:
-        return Overlap(off, times, "off", f"the best order gains {max(gain, 0):.1%}, less than {LEAST_GAIN:.0%}")
-    return Overlap(off, times, best, f"predicted gain {gain:.1%}")
+    gains = {chunks: (off - us) / (off or 1.0) for chunks, us in times.items()}
+    worth = [chunks for chunks in times if is_asked or gains[chunks] >= LEAST_GAIN]
+    if not worth:
+        most = max(0.0, *gains.values())
+        return Overlap(off, times, "off", f"the best order gains {most:.1%}, less than {LEAST_GAIN:.0%}")
+    chosen = next(chunks for chunks in worth if gains[chunks] >= max(gains.values()) - LEAST_GAIN)
+    return Overlap(off, times, chosen, f"{asked}predicted gain {gains[chosen]:.1%}")
 
 
 def _candidates(program: Program) -> Sequence[str]:

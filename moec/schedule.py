@@ -19,9 +19,6 @@ from moec.ir import Body, is_op, op_of, results_of
 #: Microseconds of an operation: of a start, those of its transfer.
 Cost = Callable[[fx.Node], float]
 
-#: Microseconds from an operation to the end of the body: on links along its longest chain, then of the whole chain.
-Path = tuple[float, float]
-
 #: What issuing a start costs the rank.
 ISSUE_US = 2.0
 #: Operations that begin a transfer.
@@ -96,18 +93,19 @@ def operations(body: Body) -> list[fx.Node]:
 
 
 def reorder(body: Body, cost: Cost) -> None:
-    """List scheduling: starts as soon as their rows are there, waits sunk, longest path first.
+    """List scheduling: starts as soon as their rows are there, waits sunk, the longest path over links first.
 
-    Every rank runs this one order, so collectives need no other; reads and writes of KV state keep theirs.
+    Of equal paths the one that the graph has first: one chunk goes on to its link before the next one catches up. Every
+    rank runs this one order, so collectives need no other; reads and writes of KV state keep theirs.
     """
     nodes = operations(body)
     before = _dependencies(nodes)
-    rank = _longest_paths(nodes, before, cost)
+    path = _longest_paths(nodes, before, cost)
     streams, done, order = Streams(cost), set[fx.Node](), list[fx.Node]()
     waiting = list(nodes)
     while waiting:
         ready = [node for node in waiting if before[node] <= done]
-        chosen = _choose(ready, rank, streams)
+        chosen = _choose(ready, path, streams)
         streams.run(chosen)
         done.add(chosen)
         order.append(chosen)
@@ -115,7 +113,7 @@ def reorder(body: Body, cost: Cost) -> None:
     _place(body, order)
 
 
-def _choose(ready: list[fx.Node], path: dict[fx.Node, Path], streams: Streams) -> fx.Node:
+def _choose(ready: list[fx.Node], path: dict[fx.Node, float], streams: Streams) -> fx.Node:
     """Starts first; then what has the longest path to the end, a wait that would hold the rank only if that pays.
 
     It pays to stand idle for a short transfer where the operation that could run meanwhile would hold up the longer
@@ -152,12 +150,11 @@ def _is_made(value: fx.Node) -> bool:
     return value.op == "call_function"
 
 
-def _longest_paths(nodes: list[fx.Node], before: dict[fx.Node, set[fx.Node]], cost: Cost) -> dict[fx.Node, Path]:
-    """What each operation holds up: time on links first, since the rank itself is busy whatever the order."""
-    path: dict[fx.Node, Path] = dict.fromkeys(nodes, (0.0, 0.0))
+def _longest_paths(nodes: list[fx.Node], before: dict[fx.Node, set[fx.Node]], cost: Cost) -> dict[fx.Node, float]:
+    """What each operation holds up, in microseconds on links: the rank itself is busy whatever the order."""
+    path = dict.fromkeys(nodes, 0.0)
     for node in reversed(nodes):
-        link, total = path[node]
-        path[node] = (link + cost(node) * (node.meta["stream"] != "compute"), total + cost(node))
+        path[node] += cost(node) * (node.meta["stream"] != "compute")
         for earlier in before[node]:
             path[earlier] = max(path[earlier], path[node])
     return path
