@@ -26,7 +26,10 @@ BASES: dict[str, dict[str, Any]] = {
     "groups": {"exchange": "gather", "dp": 4, "edp": 2, "ep": 2},
     "local": {"exchange": "flat"},
     "chunks": {"exchange": "two_hop", **NODES},
+    "layer": {"exchange": "flat", "dp": 4, "ep": 2, "etp": 2},
 }
+#: Bases whose tokens are cut in chunks.
+OVERLAPS = {"chunks": "2", "layer": "2:layer"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Planted:
 
 
 def base_program(base: str) -> Program:
-    return exchanged(exchange_plan(**BASES[base]), chunks=2 if base == "chunks" else 1)
+    return exchanged(exchange_plan(**BASES[base]), overlap=OVERLAPS.get(base, "off"))
 
 
 FAULTS: dict[str, Planted] = {}

@@ -173,6 +173,17 @@ def _chunks_joined_in_the_wrong_order(program: Program) -> None:
     set_args(join, *reversed(join.args))
 
 
+@fault("layer", "it attends rows of others than chunk 0 of 2", typed=True)
+def _a_chunk_attended_as_another(program: Program) -> None:
+    set_attrs(ops(program, "attention")[1], chunk=(0, 2))
+
+
+@fault("layer", "rows added differ in number: 1 and 2", typed=True)
+def _own_rows_taken_back_as_of_another_chunk(program: Program) -> None:
+    back = [node for node in ops(program, "relayout") if node.kwargs["to"] == "attention"]
+    set_attrs(back[0], chunk=(1, 2))
+
+
 @fault("local", "its share never comes home", typed=False)
 def _experts_left_out_of_the_sum(program: Program) -> None:
     """The layer returns its shared experts alone."""

@@ -60,10 +60,10 @@ def exchange_plan(
 
 
 def exchanged(
-    plan: Plan, phase: str = "prefill", stop_after: str | None = "insert-exchange", chunks: int = 1
+    plan: Plan, phase: str = "prefill", stop_after: str | None = "insert-exchange", overlap: str = "off"
 ) -> Program:
-    """The plan's program with its exchange lowered, its tokens cut in `chunks`."""
+    """The plan's program with its exchange lowered, its tokens cut as `overlap` says, planned or not."""
     program = program_of(plan, phase)
-    program.overlap = str(chunks) if chunks > 1 else "off"
+    program.overlap = overlap
     run_passes(program, [cls() for cls in PASSES if cls is not PlanOverlap], stop_after=stop_after)
     return program

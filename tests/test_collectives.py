@@ -13,7 +13,7 @@ import torch
 
 from moec.diagnostics import MoecError
 from moec.mesh import Mesh
-from moec.placement import balanced
+from moec.placement import balanced, span
 from moec.runtime import collectives, messages
 from moec.runtime.groups import Group, make_groups
 from moec.runtime.launch import Main, run_ranks
@@ -263,35 +263,39 @@ def test_all_gather_joins_shards_along_a_dim(dim: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 5])
-def test_relayout_slices_over_tp_and_gathers_back(tokens: int) -> None:
+@pytest.mark.parametrize("chunk", [(0, 1), (1, 2)])
+def test_relayout_slices_over_tp_and_gathers_back(tokens: int, chunk: tuple[int, int]) -> None:
     """B36: one token over two ranks leaves the second one without rows, in every collective."""
 
     def main(rank: Rank) -> dict[str, object]:
         step = make_step([Piece(range(tokens), slot=0)])
         ctx = Ctx(make_groups(Mesh(tp=3, ep=3), rank), step=step)
-        x = torch.arange(float(tokens)).unsqueeze(1)
-        piece = collectives.relayout(ctx, x, to="experts", how="slice", parts=3, group="split")
-        back = collectives.relayout(ctx, piece, to="attention", how="gather", parts=3, group="split")
+        x = torch.arange(float(tokens)).unsqueeze(1)[span(tokens, *chunk)]
+        way = {"parts": 3, "group": "split", "chunk": chunk}
+        piece = collectives.relayout(ctx, x, to="experts", how="slice", **way)  # type: ignore[arg-type]
+        back = collectives.relayout(ctx, piece, to="attention", how="gather", **way)  # type: ignore[arg-type]
         return {"rows": len(piece), "back": back.flatten().tolist()}
 
-    got = ranks(main, 3)
-    assert tuple(result["rows"] for result in got) == balanced(tokens, 3)
-    assert all(result["back"] == list(range(tokens)) for result in got)
+    got, rows = ranks(main, 3), range(tokens)[span(tokens, *chunk)]
+    assert tuple(result["rows"] for result in got) == balanced(len(rows), 3)
+    assert all(result["back"] == list(rows) for result in got)
 
 
-def test_relayout_gathers_over_dp_and_slices_back() -> None:
+@pytest.mark.parametrize(("chunk", "held"), [((0, 1), [0, 0, 0, 0, 1]), ((0, 2), [0, 0, 1]), ((1, 2), [0, 0])])
+def test_relayout_gathers_over_dp_and_slices_back(chunk: tuple[int, int], held: list[int]) -> None:
     """Experts cut over etp want the rows of both dp ranks, whose steps differ in length."""
     tokens = [4, 1]
 
     def main(rank: Rank) -> dict[str, object]:
         step = make_step([Piece(range(tokens[rank.rank]), slot=0)])
         ctx = Ctx(make_groups(Mesh(dp=2, etp=2), rank), step=step)
-        x = torch.full((tokens[rank.rank], 1), float(rank.rank))
-        whole = collectives.relayout(ctx, x, to="experts", how="gather", parts=2, group="split")
-        back = collectives.relayout(ctx, whole, to="attention", how="slice", parts=2, group="split")
+        x = torch.full((tokens[rank.rank], 1), float(rank.rank))[span(tokens[rank.rank], *chunk)]
+        way = {"parts": 2, "group": "split", "chunk": chunk}
+        whole = collectives.relayout(ctx, x, to="experts", how="gather", **way)  # type: ignore[arg-type]
+        back = collectives.relayout(ctx, whole, to="attention", how="slice", **way)  # type: ignore[arg-type]
         return {"whole": whole.flatten().tolist(), "same": torch.equal(back, x)}
 
-    assert ranks(main, 2) == [{"whole": [0, 0, 0, 0, 1], "same": True}] * 2
+    assert ranks(main, 2) == [{"whole": held, "same": True}] * 2
 
 
 @pytest.mark.parametrize(

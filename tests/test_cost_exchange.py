@@ -196,6 +196,16 @@ plan serve {
   decode { batch = 64  exchange = auto }
 }
 """,
+    "deepseek_v3_overlapped_on_4_nodes": """\
+use model deepseek_v3
+use cluster hgx_h800
+mesh pod on hgx_h800[4] { attention = dp(4) * tp(8)  experts = ep(32) }
+plan serve {
+  run deepseek_v3 on pod
+  prefill { tokens = 4096  exchange = auto  overlap = auto }
+  decode { batch = 64  exchange = auto  overlap = auto }
+}
+""",
     "mixtral_on_1_node": """\
 use model mixtral_8x7b
 use cluster dgx_h100

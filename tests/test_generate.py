@@ -187,6 +187,20 @@ def test_a_step_knows_its_rows() -> None:
     assert (empty.num_tokens, empty.num_sequences, empty.select.tolist(), empty.starts) == (0, 0, [], (0,))
 
 
+def test_a_chunk_of_a_step_is_a_step() -> None:
+    """7 rows in 3: a sequence that is cut continues behind its rows in the chunks before."""
+    step = make_step([Piece([5, 6, 1, 2], slot=2, cached=4), Piece([], 3), Piece([7], 0, 9, "none"), Piece([8, 9], 1)])
+    chunks = [step.chunk(index, 3) for index in range(3)]
+    assert [chunk.tokens.tolist() for chunk in chunks] == [[5, 6, 1], [2, 7], [8, 9]]
+    assert [chunk.positions.tolist() for chunk in chunks] == [[4, 5, 6], [7, 9], [0, 1]]
+    assert [chunk.slots for chunk in chunks] == [(2,), (2, 0), (1,)]
+    assert [chunk.starts for chunk in chunks] == [(0, 3), (0, 1, 2), (0, 2)]
+    assert [chunk.cached for chunk in chunks] == [(4,), (7, 9), (0,)]
+    assert all(chunk.select.tolist() == [] for chunk in chunks)
+    last = make_step([Piece([5], 0)]).chunk(1, 2)
+    assert (last.num_tokens, last.num_sequences, last.starts) == (0, 0, (0,))
+
+
 def test_kv_memory_has_the_ranks_part_of_each_state() -> None:
     heads = Layout("attention", (("tp", Shard(0)),))
     body = Body("layer", states={"k": State((6, 8), "bf16", heads), "latent": State((5,), "fp32")})

@@ -31,9 +31,11 @@ def test_every_lowering_is_proved_on_every_mesh(mesh: dict[str, int]) -> None:
         prove(exchanged(exchange_plan(exchange, combine, placement="round_robin", **mesh), "decode", stop_after=None))
 
 
+@pytest.mark.parametrize("overlap", ["3", "3:layer"])
 @pytest.mark.parametrize("exchange", ["flat", "padded", "gather", "two_hop", "aggregate"])
-def test_chunks_of_a_layer_are_proved(exchange: str) -> None:
-    prove(exchanged(exchange_plan(exchange, dp=2, tp=2, ep=4, nodes=2), stop_after=None, chunks=3))
+def test_chunks_of_a_layer_are_proved(exchange: str, overlap: str) -> None:
+    prove(exchanged(exchange_plan(exchange, dp=2, tp=2, ep=4, nodes=2), stop_after=None, overlap=overlap))
+    prove(exchanged(exchange_plan(exchange, dp=4, ep=2, etp=2), "decode", stop_after=None, overlap=overlap))
 
 
 @pytest.mark.parametrize("drop", [False, True])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moec.placement import span
 from moec.runtime import kernels_torch_attention
 from moec.runtime.context import Context
 from moec.runtime.kernels_torch_attention import attention, mla_attention
@@ -20,8 +21,8 @@ LENGTHS = {2: 17, 0: 1, 3: 9}
 HEADS, HEAD_DIM = 6, 10
 RANK, NOPE, ROPE, VALUE = 14, 8, 4, 6
 
-#: Attends the rows of `pieces`; rows of the whole sequences are in the closure.
-Attend = Callable[[Context, dict[int, slice]], Tensor]
+#: Attends a chunk of the rows of `pieces`; rows of the whole sequences are in the closure.
+Attend = Callable[[Context, dict[int, slice], tuple[int, int]], Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,12 @@ def naive(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     return torch.einsum("hqk,khe->qhe", scores.masked_fill(hidden, float("-inf")).softmax(-1), values.double())
 
 
+def part_of(rows: dict[int, Tensor], taken: dict[int, slice], chunk: tuple[int, int]) -> Tensor:
+    """Of the rows of a step those of one chunk."""
+    x = torch.cat([rows[slot][part] for slot, part in taken.items()] or [rows[2][:0]])
+    return x[span(len(x), *chunk)]
+
+
 def gqa_case(kv_heads: int) -> tuple[Attend, dict[int, Tensor], dict[str, tuple[int, ...]]]:
     torch.manual_seed(kv_heads)
     rows = {slot: torch.randn(n, HEADS + 2 * kv_heads, HEAD_DIM) for slot, n in LENGTHS.items()}
@@ -45,9 +52,9 @@ def gqa_case(kv_heads: int) -> tuple[Attend, dict[int, Tensor], dict[str, tuple[
         copies = [t.repeat_interleave(HEADS // kv_heads, dim=1) for t in (keys, values)]
         exact[slot] = naive(q, *copies, scale=0.3)
 
-    def attend(ctx: Context, taken: dict[int, slice]) -> Tensor:
-        x = torch.cat([rows[slot][span] for slot, span in taken.items()] or [rows[2][:0]])
-        return attention(ctx, *x.split((HEADS, kv_heads, kv_heads), dim=1), scale=0.3)
+    def attend(ctx: Context, taken: dict[int, slice], chunk: tuple[int, int]) -> Tensor:
+        x = part_of(rows, taken, chunk)
+        return attention(ctx, *x.split((HEADS, kv_heads, kv_heads), dim=1), scale=0.3, chunk=chunk)
 
     return attend, exact, {"k": (kv_heads, HEAD_DIM), "v": (kv_heads, HEAD_DIM)}
 
@@ -69,9 +76,9 @@ def mla_case(form: str) -> tuple[Attend, dict[int, Tensor], dict[str, tuple[int,
         keys = torch.cat((kv[..., :NOPE], k_rope[:, None].expand(-1, HEADS, -1)), -1)
         exact[slot] = naive(torch.cat((q_nope, q_rope), -1), keys, kv[..., NOPE:], scale=0.2)
 
-    def attend(ctx: Context, taken: dict[int, slice]) -> Tensor:
-        x = torch.cat([rows[slot][span] for slot, span in taken.items()] or [rows[2][:0]])
-        return mla_attention(ctx, *parts(x), w_kv_b, scale=0.2, value=VALUE, form=form)
+    def attend(ctx: Context, taken: dict[int, slice], chunk: tuple[int, int]) -> Tensor:
+        x = part_of(rows, taken, chunk)
+        return mla_attention(ctx, *parts(x), w_kv_b, scale=0.2, value=VALUE, form=form, chunk=chunk)
 
     return attend, exact, {"latent": (RANK,), "rope": (ROPE,)}
 
@@ -85,13 +92,14 @@ CASES = {
 }
 
 
-def run(name: str, steps: list[dict[int, tuple[int, int]]]) -> None:
+def run(name: str, steps: list[dict[int, tuple[int, int]]], chunks: int = 1) -> None:
     """Attend in the given steps (slot -> first and last row + 1) over memory full of NaN, and compare every row."""
     attend, exact, shapes = CASES[name]()
     kv = {key: torch.full((SLOTS, CONTEXT, *shape), float("nan")) for key, shape in shapes.items()}
     for step in steps:
         pieces = [Piece([0] * (stop - start), slot, start) for slot, (start, stop) in step.items()]
-        found = attend(context(pieces, kv=kv), {slot: slice(*span) for slot, span in step.items()})
+        ctx, taken = context(pieces, kv=kv), {slot: slice(*bounds) for slot, bounds in step.items()}
+        found = torch.cat([attend(ctx, taken, (index, chunks)) for index in range(chunks)])
         expected = torch.cat([exact[slot][start:stop] for slot, (start, stop) in step.items()] or [exact[2][:0]])
         assert found.shape == expected.shape
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=3e-6)
@@ -118,6 +126,13 @@ def test_one_row_at_a_time_is_a_prompt_at_once(name: str) -> None:
 def test_equal_lengths_in_neighbouring_slots(name: str) -> None:
     """Read in place, without a copy."""
     run(name, [{2: (i, i + 1), 3: (i, i + 1)} for i in range(9)])
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 8])
+@pytest.mark.parametrize("name", CASES)
+def test_chunks_of_a_step_give_what_the_step_gives(name: str, chunks: int) -> None:
+    """Cut inside sequences and between them, chunks of one row and of none, sequences of one row read together."""
+    run(name, [{2: (0, 11), 0: (0, 1), 3: (0, 4)}, {3: (4, 7), 2: (11, 15)}, {2: (15, 16), 3: (7, 8)}, {3: (8, 9)}], chunks)
 
 
 @pytest.mark.parametrize("name", CASES)

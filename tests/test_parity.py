@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moec.passes.plan_overlap import PlanOverlap
 from tests import checkpoints
 from tests.parity import EXCHANGES, LOWERINGS, MESHES, NODE_MESHES, Outcome, compile_checkpoint, run, worst
 
@@ -107,6 +108,44 @@ def test_every_lowering(
 def test_pipeline_stages(family: str, mesh: str, folders: Path, tmp_path: Path) -> None:
     """Layers split over stages, alone and composed with the other axes."""
     _check(_random_case(family, folders), mesh, "flat", folders, tmp_path)
+
+
+#: Family, mesh, nodes, exchange and chunks: uneven experts, attention over tp, etp wider than tp, stages, two hops.
+CHUNKED = (
+    ("mixtral", "ep=3", 1, "flat", "2:layer"),
+    ("mixtral", "tp=2", 1, "flat", "2:layer"),
+    ("qwen3_moe", "dp=2,tp=2", 1, "gather", "2:layer"),
+    ("qwen3_moe", "dp=2,tp=2", 2, "two_hop", "3:layer"),
+    ("qwen3_moe", "dp=4,ep=2,etp=2", 1, "flat", "2:layer"),
+    ("deepseek_v3", "ep=4", 2, "aggregate", "3:layer"),
+    ("deepseek_v3", "dp=2,tp=2", 1, "flat", "2:layer"),
+    ("deepseek_v3", "tp=2,etp=2", 1, "flat", "3:layer"),
+    ("deepseek_v3", "ep=2,pp=2", 1, "flat", "2:layer"),
+)
+
+
+@pytest.mark.parametrize(("family", "mesh", "nodes", "exchange", "overlap"), CHUNKED)
+def test_a_layer_cut_at_its_entry(
+    family: str,
+    mesh: str,
+    nodes: int,
+    exchange: str,
+    overlap: str,
+    folders: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The whole layer in chunks. Prompts are cut by them, and by steps of 16 tokens; some ranks have no row, or one."""
+    case = _random_case(family, folders)
+    monkeypatch.setattr(PlanOverlap, "run", lambda self, program: setattr(program, "overlap", overlap))
+    settings = ("plan.combine=reduced", "plan.prefill.tokens=16")
+    artifact = compile_checkpoint(case.folder, tmp_path, mesh, exchange, "torch", *settings, nodes=nodes)
+    chunks = {node.kwargs.get("chunk") for program in artifact.programs for _, node in program.nodes()}
+    assert {None, *((index, int(overlap[0])) for index in range(int(overlap[0])))} == chunks
+    found = run(artifact, case.folder, tmp_path, case.prompts)
+    assert found.tokens == case.wanted.tokens
+    alone = _one_rank(case.folder, tuple(map(tuple, case.prompts)), folders)
+    assert worst(found.logits, alone.logits) < 5e-5
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

@@ -43,6 +43,32 @@ def _state_written_twice(program: Program) -> None:
     attention.replace_all_uses_with(total, lambda user: user not in (again, total))
 
 
+@mistake("entry", "write the states ['k', 'v'], as chunks [(1, 2), (0, 2)]")
+def _a_chunk_attends_before_the_one_it_follows(program: Program) -> None:
+    """The second one of a sequence that is cut in the middle would look at what is not in KV memory yet."""
+    first, second = ops(layer(program), "attention")
+    late, behind = [first], second
+    for node in list(layer(program).graph.nodes):
+        if node is second:
+            break
+        late += [node] if set(node.all_input_nodes) & set(late) else []
+    for node in late:
+        behind.append(node)
+        behind = node
+
+
+@mistake("entry", "rows and rows of the chunk differ: T.0 and T")
+def _attention_not_told_of_its_chunk(program: Program) -> None:
+    node = ops(layer(program), "attention")[0]
+    node.kwargs = {"scale": node.kwargs["scale"]}
+
+
+@mistake("entry", "join_rows joins 2 chunks of 3")
+def _relayout_told_of_a_smaller_chunk(program: Program) -> None:
+    node = ops(layer(program), "relayout")[0]
+    node.kwargs = {**node.kwargs, "chunk": (0, 3)}
+
+
 @mistake("local", "the parameter must be whole")
 def _embedding_cut_over_the_batch_axis(program: Program) -> None:
     body = program.bodies["prologue"]

@@ -22,6 +22,7 @@ BASES: dict[str, dict[str, Any]] = {
     "two_hop": {"ffns": [SPARSE], "exchange": "two_hop", "dp": 4, "ep": 4, "nodes": 2},
     "padded": {"ffns": [SPARSE], "exchange": "padded", "dp": 2, "ep": 2},
     "chunks": {"ffns": [SPARSE], "combine": "reduced", "overlap": "4", "dp": 2, "ep": 2},
+    "entry": {"ffns": [SPARSE], "combine": "reduced", "overlap": "2:layer", "dp": 2, "ep": 2},
     "stage": {"ffns": [SPARSE, SPARSE], "pp": 2},
     "gather": {"ffns": [SPARSE], "exchange": "gather", "dp": 2, "tp": 2, "ep": 2, "etp": 2},
     "split": {"ffns": [SPARSE], "tp": 2, "ep": 2},
