@@ -184,7 +184,9 @@ def _random_exchange(rng: random.Random, made: Plan) -> Plan:
         EXCHANGES, weights=(1, 1, 1, 1, 5, 5, 2) if two_hops else (2, 2, 2, 2, 1, 1, 1)
     )
     capacity = rng.choice((None, float(mesh.ep))) if exchange == "padded" else None  # room for all in either case
-    overlaps = ("off", "auto", "1") if exchange in ("padded", "auto") else ("off", "auto", "1", "2", "2:layer", "3:layer")
+    overlaps = (
+        ("off", "auto", "1") if exchange in ("padded", "auto") else ("off", "auto", "1", "2", "2:layer", "3:layer")
+    )
     overlap = rng.choice(overlaps)
     phases = (
         replace(phase, tokens=20, exchange=exchange, combine=combine, capacity=capacity, overlap=overlap)

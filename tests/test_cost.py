@@ -13,6 +13,7 @@ from moec.cost_routing import RoutingTrace
 from moec.cost_sizes import sizes_of
 from moec.ir import Program
 from moec.passes import PASSES
+from moec.passes.plan_overlap import PlanOverlap
 from moec.passes.runner import run_passes
 from moec.topology import Cluster, Device, Link
 from tests.programs import HIDDEN, gqa, mla, moe, plan, program_of
@@ -116,10 +117,8 @@ def test_an_all_reduce_sums_shares_and_gathers_them() -> None:
 
 def test_chunks_share_the_rows_and_repeat_the_messages() -> None:
     whole = lowered(on_pod("two_hop", "reduced"))
-    chunked = program_of(on_pod("two_hop", "reduced"))
-    chunked.overlap = "2"
-    run_passes(chunked, [cls() for cls in PASSES])
-    before, after = (costs(program, "all_to_all.start") for program in (whole, chunked))
+    cut = chunked(on_pod("two_hop", "reduced"), "2")
+    before, after = (costs(program, "all_to_all.start") for program in (whole, cut))
     assert len(after) == 2 * len(before)
     for index in range(3):
         assert sum(c.bytes[index] for c in after) == pytest.approx(sum(c.bytes[index] for c in before))
@@ -163,6 +162,45 @@ def test_attention_reads_what_is_cached(kind: str) -> None:
     else:  # latent 5 and rope 2; absorbed: scores over 5 + 2, values over 5
         assert cost.flops == 2 * 8 * 4 * (half * (2 * 5 + 2) + 5 * (3 + 4))
         assert cost.bytes[0] > width * 8 * half * (5 + 2)
+
+
+def chunked(chosen: Plan, overlap: str, phase: str = "prefill") -> Program:
+    program = program_of(chosen, phase)
+    program.overlap = overlap
+    run_passes(program, [cls() for cls in PASSES if cls is not PlanOverlap])
+    return program
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_chunks_of_attention_share_its_work(phase: str) -> None:
+    """Of a prompt of 16 the first half looks at 4 keys a row, the second at 12, which reads the first half again."""
+    chosen = plan([moe()], gqa(4, 2), dp=2, ep=2)
+    (whole,) = costs(lowered(chosen, phase), "attention")
+    first, second = costs(chunked(chosen, "2:layer", phase), "attention")
+    assert first.flops + second.flops == pytest.approx(whole.flops)
+    if phase == "prefill":
+        assert (first.flops, second.flops) == (4 * 8 * 16 * 4, 4 * 8 * 16 * 12)
+        assert second.bytes[0] - first.bytes[0] == 4 * 8 * 2 * 8  # keys and values of 8 rows, 2 heads of 4
+    else:
+        assert first.flops == second.flops
+        assert first.bytes[0] + second.bytes[0] == pytest.approx(whole.bytes[0])
+
+
+def test_latents_of_the_chunks_before_are_expanded_again() -> None:
+    """kv_b makes 7 numbers of each of 5 latents for 4 heads: of 16 rows at once, or of 8 and then of 16."""
+    chosen = plan([moe()], mla(4), dp=2, ep=2)
+    (whole,) = costs(lowered(chosen), "mla_attention")
+    halves = costs(chunked(chosen, "2:layer"), "mla_attention")
+    assert sum(half.flops for half in halves) - whole.flops == pytest.approx(2 * 8 * 4 * 5 * 7)
+
+
+def test_a_chunk_uses_fewer_experts() -> None:
+    """One token of each of 2 ranks in each half: of 4 experts on a rank 4 * (1 - (3/4)^2) are read."""
+    chosen = on_pod("flat", "reduced", dp=2, ep=2, cluster=replace(POD, num_nodes=1, devices_per_node=2))
+    two = replace(chosen, decode=replace(chosen.decode, tokens=2))
+    halves = costs(chunked(two, "2", "decode"), "grouped_gate_up")
+    expert, used = 2 * 6 * HIDDEN * 4, 4 * (1 - 0.75**2)
+    assert [half.bytes[0] for half in halves] == pytest.approx([used * expert + 2 * (HIDDEN + 6) * 4] * 2, abs=4 * 4)
 
 
 def test_views_cost_nothing_and_every_operation_has_a_time() -> None:

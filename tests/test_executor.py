@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moec.checked import MeshSpec, Plan, Swiglu
+from moec.checked import Gqa, MeshSpec, Mla, Plan, Swiglu
 from moec.diagnostics import MoecError
-from moec.ir import Program
+from moec.ir import Program, op_of
 from moec.ir_eval import Reference, Sequence
+from moec.passes.plan_overlap import PlanOverlap
 from moec.runtime.executor import Executor, local_shape
 from moec.runtime.kv import allocate_kv
 from moec.runtime.step import Piece, Step, make_step
@@ -85,6 +86,18 @@ def test_b19_poisoned_memory_changes_nothing(attention: object) -> None:
     steps = next(steps for steps in map(random_steps, range(99)) if len(steps[0]) == 5)
     with poisoned_memory():
         Both(plan([Swiglu(12, SPAN), moe(shared=6, bias=True, score="sigmoid")], attention)).compare(steps)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("overlap", ["2", "2:layer", "3:layer"])
+@pytest.mark.parametrize("attention", [gqa(qk_norm=True), mla()], ids=["gqa", "mla"])
+def test_a_layer_in_chunks_is_the_layer(attention: Gqa | Mla, overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences cut in the middle, chunks of no row, and a rank that needs no exchange at all."""
+    monkeypatch.setattr(PlanOverlap, "run", lambda self, program: setattr(program, "overlap", overlap))
+    both = Both(plan([Swiglu(12, SPAN), moe(shared=6), moe(shared=6)], attention, combine="reduced"))
+    assert sum(op_of(node).name == "join_rows" for _, node in both.prefill.nodes()) == 2
+    for seed in range(12):
+        with poisoned_memory():
+            both.compare(random_steps(seed))
 
 
 def test_b41_one_executor_serves_every_batch() -> None:

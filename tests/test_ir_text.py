@@ -112,6 +112,8 @@ def test_a_type_reads_as_written() -> None:
         ("dp=2 tp=2", "dp=0 tp=2", "a mesh of 0 and 4 ranks"),
         ("dp=2 tp=2", "dp=999999 tp=999999", "a mesh of 999998000001 and 4 ranks"),
         ("slots=8", "slots=many", "`step`: slots=many"),
+        ("slots=8", "slots=8 overlap=9:layer", "overlap=9:layer"),
+        ("slots=8", "slots=8 overlap=1:layer", "overlap=1:layer"),
         ("slots=8", "slots=8 slots=9", "`step` has the settings"),
         ("experts routed=8", "experts routed=99999999", "99999999 experts"),
         ("[0-3] [4-7]", "[0-3] [4-7777777]", "expert ids 4-7777777"),

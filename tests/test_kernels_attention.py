@@ -132,7 +132,11 @@ def test_equal_lengths_in_neighbouring_slots(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_chunks_of_a_step_give_what_the_step_gives(name: str, chunks: int) -> None:
     """Cut inside sequences and between them, chunks of one row and of none, sequences of one row read together."""
-    run(name, [{2: (0, 11), 0: (0, 1), 3: (0, 4)}, {3: (4, 7), 2: (11, 15)}, {2: (15, 16), 3: (7, 8)}, {3: (8, 9)}], chunks)
+    run(
+        name,
+        [{2: (0, 11), 0: (0, 1), 3: (0, 4)}, {3: (4, 7), 2: (11, 15)}, {2: (15, 16), 3: (7, 8)}, {3: (8, 9)}],
+        chunks,
+    )
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -72,6 +72,7 @@ PROGRAMS = {
     "mla": lambda: compiled(plan([moe()], mla(), dp=2, tp=2, ep=4), phase="decode"),
     "gather": lambda: compiled(plan([moe(shared=6)], exchange="gather", tp=2, ep=2)),
     "padded": lambda: compiled(plan([moe(shared=6)], exchange="padded", dp=2, ep=2)),
+    "chunks": lambda: compiled(plan([moe(shared=6)], combine="reduced", overlap="2:layer", dp=2, tp=2, ep=4)),
     **{f"random-{seed}": lambda seed=seed: compiled(random_plan(seed)) for seed in range(24)},
 }
 

@@ -19,19 +19,27 @@ def cost(node: fx.Node) -> float:
     return US[op_of(node).name]
 
 
-def make_body(num_exchanges: int = 1) -> Body:
-    """add(exchange(x), linear(x)) for each exchange; untyped, as the scheduler reads no types."""
-    program = Program(
+def make_program() -> Program:
+    return Program(
         name="p", phase="prefill", source="p.moe", mesh=Mesh(dp=2, ep=2), cluster=Cluster("c", 1, 2), tokens=4, slots=1,
         context=8, dtype="fp32", exchange="flat", strategy="linear",
     )  # fmt: skip
-    body = program.bodies["b"] = Body("b")
+
+
+def exchange(build: Builder, x: fx.Node) -> fx.Node:
+    sent = build.emit("fan_out", x, x, x, at=HERE, table="t", group="experts.ep", bound=4, drop=False)[0]
+    started = build.emit("all_to_all.start", sent, at=HERE, table="t", group="experts.ep", back=False)
+    arrived: fx.Node = build.emit("all_to_all.wait", started, at=HERE)
+    return arrived
+
+
+def make_body(num_exchanges: int = 1) -> Body:
+    """add(exchange(x), linear(x)) for each exchange; untyped, as the scheduler reads no types."""
+    program, body = make_program(), Body("b")
     build = Builder(program, body)
     x = build.input("x")
     for _ in range(num_exchanges):
-        sent = build.emit("fan_out", x, x, x, at=HERE, table="t", group="experts.ep", bound=4, drop=False)[0]
-        started = build.emit("all_to_all.start", sent, at=HERE, table="t", group="experts.ep", back=False)
-        arrived = build.emit("all_to_all.wait", started, at=HERE)
+        arrived = exchange(build, x)
         beside = build.emit("linear", x, x, at=HERE)
         x = build.emit("add", arrived, beside, at=HERE)
     body.graph.output(x)
@@ -58,6 +66,23 @@ def test_one_link_carries_one_transfer_at_a_time() -> None:
     body = make_body(2)
     spans = [span for span in simulate(body, cost) if span.stream != "compute"]
     assert spans[1].start >= spans[0].end
+
+
+def test_of_equal_paths_one_goes_on_before_the_next_catches_up() -> None:
+    """Two chunks, each with a product before its exchange and one behind: the second's product runs while the first
+    travels, where both products first would leave the link idle."""
+    program, body = make_program(), Body("b")
+    build = Builder(program, body)
+    x = build.input("x")
+    parts = []
+    for _ in range(2):
+        before = build.emit("linear", x, x, at=HERE)
+        parts.append(build.emit("linear", exchange(build, before), x, at=HERE))
+    body.graph.output(build.emit("add", *parts, at=HERE))
+    reorder(body, cost)
+    names = [op_of(node).name for node in operations(body)]
+    assert names[:6] == ["linear", "fan_out", "all_to_all.start", "linear", "fan_out", "all_to_all.start"]
+    assert makespan(body, cost) == 30 + 10 + 100 + 100 + 30 + 5  # the link is never idle
 
 
 @pytest.mark.parametrize("num_exchanges", [1, 2, 3])
