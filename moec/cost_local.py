@@ -8,6 +8,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 from torch import fx
 
@@ -93,7 +94,7 @@ def _attention(sizes: Sizes, node: fx.Node) -> Work:
     """Queries [T, H, d] over keys and values [., K, d]: two products per key that a query looks at."""
     read, made = _types(node)
     q, k, _ = read
-    chunk = node.kwargs.get("chunk", (0, 1))
+    chunk = _chunk_of(node)
     flops = 4 * _elements(sizes, q) * sizes.attended(chunk)
     return flops, _sum(sizes, read + made) + 2 * _row_bytes(sizes, k) * sizes.cached_tokens(chunk)
 
@@ -104,12 +105,18 @@ def _mla_attention(sizes: Sizes, node: fx.Node) -> Work:
     q_nope, q_rope, latent, k_rope, _ = read
     rows, heads, nope = map(sizes.dim, q_nope.shape)
     rope, rank, value = sizes.dim(q_rope.shape[2]), sizes.dim(latent.shape[1]), float(str(node.kwargs["value"]))
-    chunk = node.kwargs.get("chunk", (0, 1))
+    chunk = _chunk_of(node)
     cached, is_absorbed = sizes.cached_tokens(chunk), node.kwargs["form"] == "absorbed"
     per_key = 2 * rank + rope if is_absorbed else nope + rope + value
     applied = rows if is_absorbed else rows + cached  # rows that kv_b is applied to
     flops = 2 * heads * (rows * sizes.attended(chunk) * per_key + applied * rank * (nope + value))
     return flops, _sum(sizes, read + made) + (_row_bytes(sizes, latent) + _row_bytes(sizes, k_rope)) * cached
+
+
+def _chunk_of(node: fx.Node) -> tuple[int, int]:
+    """(index, parts) of the chunk that it attends, all rows where it is told of none."""
+    index, parts = cast(tuple[int, int], node.kwargs.get("chunk", (0, 1)))
+    return index, parts
 
 
 def _row_bytes(sizes: Sizes, type: Type) -> float:
