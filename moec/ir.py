@@ -199,7 +199,7 @@ class Program:
     capacity: float | None = None  # of a padded exchange, in even shares; None: room for every token
     drop: bool = False  # what does not fit a padded exchange is left out and counted, else it is an error
     stage: int = 0  # of mesh.pp pipeline stages
-    overlap: str = "off"  # or auto; once planned, the chunks of a sparse layer's tokens, see `chunks`
+    overlap: str = "off"  # or auto; once planned, chunks of a sparse layer's experts, or `2:layer`; "1" reorders only
     placements: dict[str, Placement] = field(default_factory=dict)
     cache: Cache | None = None  # None: all experts are in device memory
     experts: dict[str, int] = field(default_factory=dict)  # table -> number of routed experts
@@ -217,15 +217,6 @@ class Program:
     @property
     def is_typed(self) -> bool:
         return "infer-shapes" in self.done
-
-    @property
-    def chunks(self) -> tuple[int, bool]:
-        """In how many chunks a sparse layer's tokens are cut, and whether from the layer's entry on (`2:layer`).
-
-        `2`: where the experts begin. `1` is only reordered.
-        """
-        count, _, entry = self.overlap.partition(":")
-        return (int(count) if count.isdigit() else 1), entry == "layer"
 
     @property
     def hidden(self) -> int:

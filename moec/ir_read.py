@@ -105,10 +105,8 @@ class Reader(Transformer[Token, Any]):
             (name, str(value) if name == "overlap" else value) for name, value in settings
         )  # a word or a count
         found = _settings("step", read, STEP, STEP_OPTIONS)
-        require(
-            re.fullmatch(r"off|auto|1|[2-8](:layer)?", found.get("overlap", "off")) is not None,
-            f"overlap={found.get('overlap')}",
-        )
+        overlap = found.get("overlap", "off")
+        require(re.fullmatch(r"off|auto|1|[2-8](:layer)?", overlap) is not None, f"overlap={overlap}")
         return "step", found | {"drop": found.get("drop") == "true"}
 
     def cluster(self, name: Token, *settings: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import fx
 
@@ -15,11 +15,11 @@ from moec.passes.base import Pass
 
 @dataclass(frozen=True)
 class ChunkTokens(Pass):
-    """Give each chunk of the tokens its own copy of a sparse layer's operations, by `program.chunks`.
+    """Give each chunk of the tokens its own copy of a sparse layer's operations, by `program.overlap`.
 
-    Either of the `moe` alone, whose rows, ids and weights are cut, or of the whole layer, whose inputs are: then the
-    attention of one chunk runs while another is on its way to its experts. `attention` and `relayout` are told which
-    chunk they are given.
+    `2`: of the `moe` alone, whose rows, ids and weights are cut. `2:layer`: of the whole layer, whose inputs are, so
+    that the attention of one chunk runs while another is on its way to its experts; `attention` and `relayout` are told
+    which chunk they are given.
 
     before: %4 = moe(%1, %2, %3, ...)
     after:  %4 = chunk_rows(%1, index=0, parts=2); ...; %7 = moe(%4, %5, %6, ...); ...; %12 = join_rows(%7, %11)
@@ -29,12 +29,13 @@ class ChunkTokens(Pass):
     exact: ClassVar[bool] = False
 
     def run(self, program: Program) -> None:
-        parts, is_whole = program.chunks
-        if parts == 1:
+        count, _, entry = program.overlap.partition(":")
+        if count in ("off", "1"):
             return
+        parts = int(count)
         for body in program.bodies.values():
             for moe in [node for node in body.graph.nodes if is_op(node) and op_of(node).name == "moe"]:
-                if is_whole:
+                if entry == "layer":
                     inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
                     _cut(program, body, inputs, list(filter(is_op, body.graph.nodes)), output_of(body), parts)
                 else:
@@ -51,7 +52,7 @@ def _cut(
         for index in range(parts):
             made = {value: build.emit("chunk_rows", value, at=nodes[0], parts=parts, index=index) for value in rows}
             for node in nodes:
-                _copy(build, node, made, {"chunk": (index, parts)})
+                _copy(build, node, made, (index, parts))
             served.append(made[result])
         whole = build.emit("join_rows", *served, at=nodes[-1])
     result.replace_all_uses_with(whole)
@@ -59,9 +60,9 @@ def _cut(
         erase(body, node)
 
 
-def _copy(build: Builder, node: fx.Node, made: dict[fx.Node, fx.Node], told: dict[str, Any]) -> None:
-    """The operation on what `made` has for its operands, told what it can be; its results enter `made`."""
+def _copy(build: Builder, node: fx.Node, made: dict[fx.Node, fx.Node], chunk: tuple[int, int]) -> None:
+    """The operation on what `made` has for its operands, told of its chunk where it asks; its results enter `made`."""
     op = op_of(node)
-    attrs = dict(node.kwargs) | {name: value for name, value in told.items() if name in op.options}
+    attrs = {**node.kwargs, "chunk": chunk} if "chunk" in op.options else node.kwargs
     values = build.emit(op.name, *(made.get(value, value) for value in operands(node)), at=node, **attrs)
     made.update(zip(results_of(node), (values,) if op.num_results == 1 else values, strict=True))
