@@ -17,6 +17,8 @@ n ranks of the group.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moec.ir import Dim
 from moec.layout import Partial, Place, Replicate, Routed, Shard
 from moec.ops import (
@@ -35,6 +37,8 @@ from moec.ops import (
 )
 from moec.ops_comm import collective
 
+#: Operations with which a hop out begins, and those with which its way back ends.
+LEAVES, RETURNS = ("fan_out", "all_gather_rows"), ("fan_in", "combine", "reduce_scatter_rows")
 #: Where an all-to-all over a group takes rows from one place.
 HOPS = {
     ("experts.ep", "home"): "expert",
@@ -52,6 +56,28 @@ _ARRIVED = {"node": "H", "local": "H", "expert": "R"}
 def message_bytes(hidden: int, dtype: str, top: int) -> int:
     """Bytes of one message: the row, padded to 8 bytes, then k expert ids (i32) and k weights (fp32)."""
     return -(-hidden * WIDTH[dtype] // 8) * 8 + 8 * top
+
+
+class Hops:
+    """Numbers hops in the order in which they begin, and knows a hop's end by a value that its beginning had too.
+
+    That is where its rows came from, their weights, or how many each rank has; of calls of kernels, or of nodes.
+    """
+
+    def __init__(self) -> None:
+        self._begun: dict[int, int] = {}
+        self._count = 0
+
+    def number(self, name: str, operands: Sequence[object], results: Sequence[object]) -> int | None:
+        """Of the hop that the operation begins or ends; None for any other."""
+        if name in LEAVES:
+            kept = (results[2], operands[2]) if name == "fan_out" else (operands[1],)
+            self._begun |= {id(value): self._count for value in kept}
+            self._count += 1
+            return self._count - 1
+        if name in RETURNS:
+            return self._begun.get(id(operands[2 if name == "combine" else 1]))
+        return None
 
 
 def at(place: Place) -> str:

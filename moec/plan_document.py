@@ -11,11 +11,12 @@ from moec.checkpoint import Fingerprint
 from moec.cost import NodeCost, node_costs
 from moec.cost_flow import CLASSES
 from moec.declared import declared
-from moec.ir import Program, op_of
+from moec.ir import Body, Program, op_of, operands, results_of
+from moec.ops_exchange import Hops
 from moec.parameters import count
 from moec.plan_cache import phase_name
 from moec.plan_trace import PlanTrace
-from moec.schedule import simulate
+from moec.schedule import Cost, simulate
 
 
 def plan_document(
@@ -86,17 +87,23 @@ def _phase(program: Program, exchanges: Mapping[tuple[str, int], Any]) -> dict[s
 
 
 def _timeline(program: Program, costs: list[tuple[str, NodeCost]]) -> dict[str, Any] | None:
-    """By body: [operation, stream, start, end] of each, in microseconds; None where a rate is not known."""
+    """By body: [operation, stream, start, end, hop] of each, in microseconds; None where a rate is not known.
+
+    `hop`: the number of the hop of an exchange that it begins or ends, or None.
+    """
     times = {cost.node: cost.us for _, cost in costs}
     if None in times.values():
         return None
-    return {
-        body.name: [
-            [op_of(span.node).name, span.stream, round(span.start, 3), round(span.end, 3)]
-            for span in simulate(body, lambda node: times[node] or 0.0)
-        ]
-        for body in program.bodies.values()
-    }
+    return {body.name: _spans(body, lambda node: times[node] or 0.0) for body in program.bodies.values()}
+
+
+def _spans(body: Body, cost: Cost) -> list[list[Any]]:
+    hops, found = Hops(), list[list[Any]]()
+    for span in simulate(body, cost):
+        name = op_of(span.node).name
+        hop = hops.number(name, operands(span.node), results_of(span.node))
+        found.append([name, span.stream, round(span.start, 3), round(span.end, 3), hop])
+    return found
 
 
 def _time(costs: list[NodeCost]) -> float | None:

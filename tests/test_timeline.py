@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from moec.diagnostics import MoecError
+from moec.ir import is_op, op_of, operands, results_of
+from moec.ops_exchange import LEAVES, RETURNS, Hops
 from moec.runtime.generate import Request, generate
 from moec.runtime.launch import run_ranks
 from moec.runtime.launch_rank import Rank
@@ -21,19 +23,40 @@ from moec.runtime.timeline import (
     write_trace,
 )
 from tests import checkpoints
+from tests.exchange_programs import exchange_plan, exchanged
 from tests.parity import compile_checkpoint
 
 
-def event(name: str, start: float, end: float, stream: str = "compute", layer: int = 0) -> Event:
-    return Event(name, stream, start, end, "decode", layer)
+def event(
+    name: str, start: float, end: float, stream: str = "compute", layer: int = 0, hop: int | None = None
+) -> Event:
+    return Event(name, stream, start, end, "decode", layer, hop)
 
 
-def test_hops_nest_so_the_last_one_out_is_the_first_one_home() -> None:
-    hops = [event("fan_out", 0, 1), event("fan_out", 2, 3), event("fan_in", 6, 7), event("fan_in", 8, 9)]
+@pytest.mark.parametrize("home", [(1, 0), (0, 1)], ids=["two hops nest", "two chunks follow each other"])
+def test_arrows_lead_from_what_began_a_hop_to_what_ends_it(home: tuple[int, int]) -> None:
+    hops = [event("fan_out", 0, 1, hop=0), event("fan_out", 2, 3, hop=1), event("add", 4, 5)]
+    hops += [event("fan_in", 6, 7, hop=home[0]), event("fan_in", 8, 9, hop=home[1])]
     arrows = [e for e in trace([hops])["traceEvents"] if e["ph"] in "sf"]
+    left = {0: 1, 1: 3}
     assert [(e["ph"], e["ts"], e["id"]) for e in arrows] == [
-        ("s", 3, "0.0"), ("f", 6, "0.0"), ("s", 1, "0.1"), ("f", 8, "0.1"),
+        ("s", left[home[0]], "0.0"), ("f", 6, "0.0"), ("s", left[home[1]], "0.1"), ("f", 8, "0.1"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("overlap", ["1", "2:layer"])
+@pytest.mark.parametrize(("exchange", "hops"), [("flat", 1), ("gather", 1), ("two_hop", 2)])
+def test_predicted_hops_end_where_they_began(exchange: str, hops: int, overlap: str) -> None:
+    """Each begins once and ends once, whatever runs between; of a gather's three collectives the last one counts."""
+    program = exchanged(exchange_plan(exchange, dp=4, ep=4, nodes=2), stop_after=None, overlap=overlap)
+    body = program.bodies["sparse"]
+    numbers, found = Hops(), []
+    for node in (node for node in body.graph.nodes if is_op(node)):
+        found.append((op_of(node).name, numbers.number(op_of(node).name, operands(node), results_of(node))))
+    begun = {hop: name for name, hop in found if name in LEAVES}
+    ended = [hop for name, hop in found if name in RETURNS]
+    assert len(ended) == len(set(ended)) == hops * (2 if overlap == "2:layer" else 1) and set(ended) <= set(begun)
+    assert all(hop is None for name, hop in found if name not in (*LEAVES, *RETURNS))
 
 
 def test_each_rank_is_a_process_and_the_prediction_another() -> None:
@@ -47,7 +70,7 @@ def test_prediction_repeats_a_body_for_its_layers() -> None:
     phase = {
         "name": "decode",
         "runs": [{"body": "prologue", "layers": None}, {"body": "sparse", "layers": [1, 2]}],
-        "timeline": {"prologue": [["embed", "compute", 0, 2]], "sparse": [["add", "compute", 0, 3]]},
+        "timeline": {"prologue": [["embed", "compute", 0, 2, None]], "sparse": [["add", "compute", 0, 3, None]]},
     }
     found = predicted_events({"phases": {"decode": phase}})
     assert [(e.name, e.start, e.end, e.layer) for e in found] == [

@@ -21,11 +21,10 @@ import torch.distributed as dist
 
 from moec.files import write_whole
 from moec.ir import Program
+from moec.ops_exchange import LEAVES, Hops
 from moec.runtime.generate import Place, gather_bytes
 
 STREAMS = ("compute", "intra", "inter", "copy")
-#: Operations that a token's way to its experts begins and ends with.
-LEAVES, RETURNS = ("fan_out", "all_gather_rows"), ("fan_in", "combine", "reduce_scatter_rows")
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,7 @@ class Event:
     end: float
     phase: str
     layer: int | None
+    hop: int | None = None  # that it begins or ends
 
 
 @dataclass
@@ -47,6 +47,7 @@ class Recorder:
     zero: float
     events: list[Event] = field(default_factory=list)
     started: dict[int, tuple[float, str]] = field(default_factory=dict, repr=False)
+    hops: Hops = field(default_factory=Hops, repr=False)
 
     def now(self) -> float:
         return (time.perf_counter() - self.zero) * 1e6
@@ -78,7 +79,8 @@ class Recorder:
                 self.events.append(Event("wait", "compute", start, end, phase, ctx.layer))
             else:
                 stream = streams.get(str(attrs.get("group", "")), "compute") if _moves(name, attrs) else "compute"
-                self.events.append(Event(name, stream, start, end, phase, ctx.layer))
+                hop = self.hops.number(name, args, result if isinstance(result, tuple) else (result,))
+                self.events.append(Event(name, stream, start, end, phase, ctx.layer, hop))
             return result
 
         return run
@@ -146,15 +148,15 @@ def _slice(pid: int, event: Event) -> dict[str, Any]:
 
 
 def _arrows(pid: int, events: Sequence[Event]) -> list[dict[str, Any]]:
-    """From what sends a layer's rows out to what sums them: hops nest, so the last one out is the first one home."""
+    """From what sends a layer's rows out to what sums them."""
     arrows: list[dict[str, Any]] = []
-    open_hops: list[Event] = []
+    begun: dict[int, Event] = {}
     for event in events:
-        if event.name in LEAVES:
-            open_hops.append(event)
-        elif event.name in RETURNS and open_hops:
+        if event.hop is not None and event.name in LEAVES:
+            begun[event.hop] = event
+        elif event.hop in begun:
             number = f"{pid}.{len(arrows) // 2}"
-            arrows += [_arrow(pid, "s", open_hops.pop(), number), _arrow(pid, "f", event, number)]
+            arrows += [_arrow(pid, "s", begun[event.hop], number), _arrow(pid, "f", event, number)]
     return arrows
 
 
@@ -174,7 +176,8 @@ def predicted_events(document: Mapping[str, Any]) -> list[Event]:
             for layer in range(run["layers"][0], run["layers"][1] + 1) if run["layers"] else (None,):
                 spans = (phase["timeline"] or {}).get(run["body"], [])
                 events += [
-                    Event(name, stream, zero + a, zero + b, phase["name"], layer) for name, stream, a, b in spans
+                    Event(name, stream, zero + a, zero + b, phase["name"], layer, hop)
+                    for name, stream, a, b, hop in spans
                 ]
                 zero += max((span[3] for span in spans), default=0.0)
     return events
