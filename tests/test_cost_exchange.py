@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from moec.checked import Plan
-from moec.compiler import compile
+from moec.compiler import compile, compile_phase
 from moec.cost import node_costs, of_operation
 from moec.cost_exchange import CANDIDATES, MOST_TOKENS, OPERATIONS, TIE, Comparison
+from moec.diagnostics import SourceFile
 from moec.explain import explain_plan
 from moec.explain_exchange import exchange_lines
 from moec.ir import Program
@@ -25,6 +26,7 @@ from moec.passes import PASSES
 from moec.passes.choose_exchange import ChooseExchange
 from moec.passes.runner import run_passes
 from moec.plan_exchange import table
+from moec.semantics import check
 from moec.topology import Cluster, Device, Link
 from tests.conftest import ROOT
 from tests.programs import moe, plan, program_of
@@ -217,6 +219,27 @@ plan serve {
 }
 """,
 }
+
+
+@pytest.mark.parametrize(
+    ("phase", "nodes", "batch", "overlap"),
+    [("decode", 16, 256, "2:layer"), ("decode", 16, 128, "2"), ("decode", 16, 32, "1"), ("prefill", 4, 64, "2:layer")],
+)
+def test_micro_batches_of_deepseek_v3(phase: str, nodes: int, batch: int, overlap: str) -> None:
+    """Attention of one under the exchange of the other pays once a step is more than the reading of its weights."""
+    ranks = 8 * nodes
+    text = f"""
+use model deepseek_v3
+use cluster hgx_h800
+mesh pod on hgx_h800[{nodes}] {{ attention = dp({ranks})  experts = ep({ranks}) }}
+plan serve {{
+  run deepseek_v3 on pod
+  prefill {{ tokens = 4096  exchange = auto  overlap = auto }}
+  decode {{ batch = {batch}  exchange = two_hop  overlap = auto }}
+}}
+"""
+    chosen = check(SourceFile("pod.moe", text)).plan()
+    assert compile_phase(chosen, phase, "pod.moe", stop_after="plan-overlap").overlap == overlap
 
 
 @pytest.mark.parametrize("name", SOURCES)
