@@ -130,8 +130,14 @@ def _too_few(program: Program, slots: int, least: int) -> Diagnostic:
     return Diagnostic(
         "E0332",
         f"the cache has {slots} slots for each layer's experts on a rank, the least that works is {least}: {why}",
-        help=f"use `hbm = slots({least})`, or from {arena_bytes(program, least) / 2**20:.3f} MiB per rank on",
+        help=f"use `hbm = slots({least})`, or `hbm = {_room(arena_bytes(program, least))} per rank`",
     )
+
+
+def _room(num_bytes: int) -> str:
+    """As much in a unit of the language, rounded up."""
+    unit, size = ("KiB", 2**10) if num_bytes < 2**24 else ("MiB", 2**20)
+    return f"{-(-num_bytes // size)} {unit}"
 
 
 def _need_room(program: Program, slots: int) -> None:
@@ -142,7 +148,7 @@ def _need_room(program: Program, slots: int) -> None:
         return
     found = host_experts(program)
     if found < held:
-        need = held * sum(layer_bytes(program).values()) / 2**20
+        need = _room(held * sum(layer_bytes(program).values()))
         message = f"the host tier has room for {found} of the {held} experts that a rank holds of each layer"
-        help = f"give it {need:.3f} MiB per rank, or declare an `nvme` tier for the rest"
+        help = f"give it {need} per rank, or declare an `nvme` tier for the rest"
         raise CompileError(Diagnostic("E0333", message, help=help))

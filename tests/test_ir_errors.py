@@ -24,6 +24,8 @@ def compiled(text: str) -> None:
 #: What each page's input is given to.
 RAISING: dict[str, Callable[[str], object]] = {
     "E0330": compiled,
+    "E0332": compiled,
+    "E0333": compiled,
     "E0401": parse,
     "E0402": lambda text: parse_pass(text.strip(), PASSES),
     "E0403": lambda text: verify(parse(text)),
