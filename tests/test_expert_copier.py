@@ -70,6 +70,12 @@ def is_whole(into: Tensor, key: Key) -> bool:
     return into.tolist() == [key[1]] * PIECES * PIECE_BYTES
 
 
+def fall_asleep(copier: Copier) -> None:
+    """Return once the first tier's thread has found nothing more to copy."""
+    while copier.lanes[0].is_awake:
+        threading.Event().wait(0.001)
+
+
 def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("experts-")]
 
@@ -413,10 +419,11 @@ def test_more_bytes_wake_the_thread_and_it_falls_asleep_again() -> None:
         for transfer in many:
             transfer.wait()
         assert tier.copied_by[0] == "experts-gated"
-        while copier.lanes[0].is_awake:  # the thread is on its way to sleep
-            threading.Event().wait(0.001)
+        fall_asleep(copier)
         del tier.copied_by[:]
-        copier.start(D, slot(), is_demand=True).wait()
+        few = copier.start(D, slot(), is_demand=True)
+        assert not copier.lanes[0].is_awake
+        few.wait()
         assert tier.copied_by == [me] * PIECES
 
 
@@ -491,6 +498,13 @@ def test_a_promoted_load_overtakes_prefetches_and_no_demand() -> None:
     assert link.due(loads[0]) == 15.0
 
 
+def test_a_load_is_promoted_from_where_it_is_by_then() -> None:
+    link = Link(SLOW, 4)
+    first, second = asked(link, 0.0, is_demand=False), asked(link, 0.0, is_demand=False)
+    link.promote(second, 6.0)
+    assert (first.due, link.due(second)) == (5.0, 10.0)
+
+
 def test_a_dropped_load_leaves_the_link_after_its_piece() -> None:
     link = Link(SLOW, 4)
     unwanted, other = asked(link, 0.0, is_demand=False), asked(link, 0.0, is_demand=False)
@@ -561,9 +575,11 @@ def test_what_is_cancelled_before_it_is_due_was_stopped(paced: tuple[Copier, Set
     assert unwanted.cancel()
     with pytest.raises(AssertionError, match="was cancelled"):
         unwanted.wait()
-    kept.wait()
-    assert clock.waited == [9]
+    fall_asleep(copier)
+    clock.time = 8.9
+    assert not kept.is_done
     clock.time = 9.0
+    assert kept.is_done
     assert not kept.cancel()
     kept.wait()
 
