@@ -13,9 +13,11 @@ from moec.ir import Body, Program, is_op, op_of, results_of
 from moec.ir_build import Builder, drop_unused_params, erase, reinfer
 from moec.layout import layout
 from moec.ops import OpError
-from tests.programs import SPAN, gqa, moe, plan
+from tests.programs import SPAN, few, gqa, moe, plan
 
 SPARSE = moe(8, 4, shared=4)
+#: So many experts that a step uses few of them, and fetching some ahead pays.
+WIDE = moe(64, 4, shared=4, top=1)
 BASES: dict[str, dict[str, Any]] = {
     "flat": {"ffns": [SPARSE], "attention": gqa(4, 2, bias=True), "dp": 2, "tp": 2, "ep": 2, "etp": 2},
     "reduced": {"ffns": [SPARSE], "combine": "reduced", "dp": 2, "tp": 2, "ep": 2, "etp": 2},
@@ -30,6 +32,8 @@ BASES: dict[str, dict[str, Any]] = {
     "dense": {"ffns": [Swiglu(4, SPAN)], "tp": 2, "edp": 2},
     "copies": {"ffns": [Swiglu(4, SPAN)], "attention": gqa(4, 2), "tp": 4, "edp": 4},
     "local": {"ffns": [SPARSE], "dp": 2, "edp": 2},
+    "pair": {"ffns": [moe(2, 4, top=1)], "exchange": "gather", "dp": 2, "ep": 2},
+    "cached": {"ffns": [WIDE, WIDE], "dp": 2, "tp": 2, "ep": 2, "etp": 2, "cache": few(1, "next_router")},
 }
 
 
@@ -99,7 +103,9 @@ def tidy(program: Program) -> None:
     """Drop operations nobody reads, as dead-code elimination would, and infer types again as far as the rules go."""
     for body in program.bodies.values():
         for node in reversed(list(body.graph.nodes)):
-            if is_op(node) and not any(result.users for result in results_of(node)) and "keep" not in node.meta:
+            is_read = is_op(node) and any(result.users for result in results_of(node))
+            is_kept = is_op(node) and ("keep" in node.meta or op_of(node).name == "prefetch.start")
+            if is_op(node) and not is_read and not is_kept:
                 erase(body, node)
         for node in list(body.graph.nodes):
             if node.op == "get_attr" and not node.users:
