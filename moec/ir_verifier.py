@@ -18,7 +18,7 @@ from moec.ir import Body, Program, Type, is_op, op_of, results_of
 from moec.ir_build import INPUTS, infer, input_type, param_type, stream_of
 from moec.ir_params import layout_fault, param_fault
 from moec.ir_promises import PROMISES
-from moec.ir_verifier_cache import check_cache
+from moec.ir_verifier_cache import check_cache, check_settings
 from moec.ir_verifier_flow import check_collectives, check_joined, check_states, returned_type
 from moec.ir_verifier_rows import check_rows
 from moec.ops import OPS, OpError
@@ -28,7 +28,7 @@ Faults = Iterator[str]
 
 def verify(program: Program, after: str = "") -> None:
     """Raise CompileError E0403 with every fault of the first stage that finds any; `after` names the pass just run."""
-    faults = [*_mesh(program), *_placements(program), *_runs(program)]
+    faults = [*_mesh(program), *_placements(program), *_runs(program), *check_settings(program)]
     if not faults:
         for body in program.bodies.values():
             faults += [f"{body.name}: {fault}" for fault in _body(program, body)]

@@ -6,9 +6,28 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from moec.cache.policies import POLICIES
 from moec.ir import NEXT, Body, Program, is_op, op_of, operands
 
 Faults = Iterator[str]
+
+
+def check_settings(program: Program) -> Faults:
+    """The cache is one that a run knows, and its experts wait somewhere."""
+    cache = program.cache
+    if cache is None:
+        return
+    if cache.evict not in POLICIES:
+        yield f"the expert cache evicts by {cache.evict}"
+    if cache.prefetch not in ("none", "next_router", "history"):
+        yield f"the expert cache fetches ahead by {cache.prefetch}"
+    if cache.ahead < 1:
+        yield f"the expert cache looks {cache.ahead} layers ahead"
+    if [tier.name for tier in cache.tiers] not in (["host"], ["nvme"], ["host", "nvme"]):
+        yield f"the tiers of the expert cache are {[tier.name for tier in cache.tiers]}"
+    known = range(min(program.experts.values(), default=0))
+    if list(cache.pinned) != sorted(set(cache.pinned) & set(known)):
+        yield f"experts {list(cache.pinned)} cannot be pinned, there are {len(known)}"
 
 
 def check_cache(program: Program, body: Body) -> Faults:

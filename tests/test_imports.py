@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "importer": {"checkpoint", "checked", "declared", "parameters", "specs", "diagnostics"},
     "layout": {"mesh"},
     "cost_routing": set(),  # which a Program carries while it is compiled
-    "ir": {"cost_routing", "layout", "mesh", "placement", "topology", "diagnostics"},
+    "ir": {"cache", "cost_routing", "layout", "mesh", "placement", "topology", "diagnostics"},
     "cache_sizes": {"cache", "ir", "diagnostics"},  # what a Program's cache is like: slots, bytes, tiers
     "schedule": {"ir"},
     "cost": {"cache", "cache_sizes", "cost_routing", "ir", "mesh", "placement", "topology", "diagnostics"},

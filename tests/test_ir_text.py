@@ -8,7 +8,7 @@ import re
 import pytest
 
 from moec.diagnostics import CompileError, MoecError
-from moec.ir import Loc, Program, Type
+from moec.ir import Cache, Loc, Program, Tier, Type
 from moec.ir_parse import parse, read_type
 from moec.ir_text import print_program
 from moec.ir_verifier import verify
@@ -50,6 +50,24 @@ def test_every_figure_of_a_cluster_reads_back() -> None:
     device = Device(80 * 2**30, 3352.0, (("bf16", 989.4), ("fp8", 1978.9)))
     program.cluster = Cluster('a "b" \\ c', 4, 8, device, Link(450.0, 1.5), Link(50.0, 5.0), Link(64.0), Link(7, 80))
     same(program)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        Cache("lru", (Tier("host"),), slots=3),
+        Cache(
+            "trace", (Tier("host", 0, Link(2.0, 10.0)), Tier("nvme", None, Link(0.5))), hbm=1 << 40, pinned=(0, 1, 2, 7)
+        ),
+        Cache("lfu", (Tier("nvme", None, Link(7, 80.5, 4)),), share=0.25, prefetch="history", ahead=3, hit_rate=0.0),
+    ],
+    ids=lambda cache: cache.evict,
+)
+def test_every_figure_of_a_cache_reads_back(cache: Cache) -> None:
+    program = program_of(plan([moe()]))
+    program.cache = cache
+    same(program)
+    same(compiled(plan(**BASES["cached"])))
 
 
 @pytest.mark.parametrize("file", ["", "shared/models.moe", "two words.moe", "a:b!c.moe", 'quo"te\\.moe', "é.moe"])
@@ -134,6 +152,26 @@ def test_a_damaged_text_is_refused_by_name(old: str, new: str, message: str) -> 
     text = TEXT.replace("<attention dp=S0 tp=S1>", "<attention tp=S1 dp=S0>", 1)
     assert old in text
     assert message in fault(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("evict=layer_lru ", "", "`cache` has the settings evict, slots, hbm, share, hit_rate, prefetch, ahead"),
+        ("slots=1 prefetch", "slots=few prefetch", "`cache`: slots=few"),
+        ("slots=1 prefetch", "slots=1 room=2 prefetch", "`cache` has the settings"),
+        ("prefetch=next_router\n", "prefetch=next_router [3-1]\n", "expert ids 3-1"),
+        ("tier host", "tier disk", "there is no tier disk"),
+        ("tier host", "tier host bytes=-1", "`tier host`: bytes=-1"),
+        ("tier host", "tier host slots=1", "`tier host` has the settings bytes"),
+        ("tier host", "tier host link=1.0/0.0/0", "a tier carries 0 messages at once"),
+        ("tier host", "tier host\ntier host", "tier"),
+    ],
+)
+def test_a_damaged_cache_is_refused_by_name(old: str, new: str, message: str) -> None:
+    text = print_program(compiled(plan(**BASES["cached"]), "cache-experts"))
+    assert text.count(old) == 1
+    assert message in fault(text.replace(old, new))
 
 
 @pytest.mark.parametrize("text", ["", "\n", "program", "\0", "moec", "{" * 1000, "(" * 100_000], ids=range(7))

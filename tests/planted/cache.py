@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
@@ -136,7 +137,36 @@ def _gate_and_up_taken_for_down(program: Program) -> None:
     served.args = (*first, down, gate_up)
 
 
+def _change(program: Program, **settings: Any) -> None:
+    assert program.cache is not None
+    program.cache = replace(program.cache, **settings)
+
+
+@mistake("cached", "the expert cache evicts by chance")
+def _unknown_policy(program: Program) -> None:
+    _change(program, evict="chance")
+
+
+@mistake("cached", "the expert cache fetches ahead by luck")
+def _unknown_predictor(program: Program) -> None:
+    _change(program, prefetch="luck")
+
+
+@mistake("cached", "the expert cache looks 0 layers ahead")
+def _prefetched_for_the_same_layer(program: Program) -> None:
+    _change(program, ahead=0)
+
+
+@mistake("cached", "the tiers of the expert cache are []")
+def _experts_that_wait_nowhere(program: Program) -> None:
+    _change(program, tiers=())
+
+
+@mistake("cached", "experts [3, 64] cannot be pinned, there are 64")
+def _pinned_expert_that_is_not_there(program: Program) -> None:
+    _change(program, pinned=(3, 64))
+
+
 @mistake("cached", "the slots of the expert cache are not settled")
 def _slots_never_counted(program: Program) -> None:
-    assert program.cache is not None
-    program.cache = replace(program.cache, slots=None, share=0.5)
+    _change(program, slots=None, share=0.5)
