@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
 from moec.artifact import Artifact
+from moec.cache.policies import policy_named
+from moec.cache.predictors import History
+from moec.cache.residency import Residency
 from moec.cache.trace import Trace, read_trace, write_trace
-from moec.cache_files import CacheSettings, find_cache
+from moec.cache_files import find_cache
+from moec.cache_sizes import pinned_keys
 from moec.compiler import compile
 from moec.importer import import_model
+from moec.ir import Program
+from moec.runtime.expert_cache import ExpertCache
+from moec.runtime.expert_copier import Copier
+from moec.runtime.expert_file import Key
+from moec.runtime.expert_session import fill_order
+from moec.runtime.expert_tiers import HostTier
 from moec.runtime.generate import Request, collect_logits, generate
 from moec.runtime.launch import run_ranks
 from moec.runtime.launch_rank import Rank
 from moec.runtime.routing_record import Recorder, gather_trace
 from moec.runtime.session import open_session
+from moec.runtime.weights_experts import cached_layers, contents_of
 from tests.parity import Outcome
 
 #: What a plan says of its cache where a test does not say it.
@@ -82,6 +94,30 @@ def run_cached(
     saved = load_file(work / "logits.safetensors")
     outcome = Outcome([saved[str(i)] for i in range(len(prompts))], tokens[0])
     return Run(outcome, list(counters), read_trace(work / "run.npz"))
+
+
+def cache_over(program: Program, tensors: Mapping[str, torch.Tensor]) -> ExpertCache | None:
+    """The cache of a program of one rank, whose experts come from their whole parameters; None where it has none."""
+    layers, cache = cached_layers(program, 0), program.cache
+    if not layers or cache is None or cache.slots is None:
+        return None
+    contents = contents_of(layers, program.mesh, 0, None)
+
+    def read(key: Key, into: torch.Tensor) -> None:
+        layer, expert = layers[key[0]], key[1]
+        parts = [tensors[f"layers.{layer.number}.{param.name}"][expert].flatten() for param in layer.params]
+        into.copy_(torch.cat(parts).view(torch.uint8))
+
+    held = [layer.experts for layer in layers]
+    num_experts = max(program.experts.values())
+    policy = policy_named(cache.evict, len(layers), num_experts, [[1.0] * num_experts] * len(layers))
+    residency = Residency(held, cache.slots, policy, pinned_keys(cache, held))
+    past = np.random.default_rng(0).integers(0, num_experts, (len(layers), 50, 1))
+    history = History(past, num_experts, cache.ahead) if len(layers) > cache.ahead else None
+    copier = Copier([HostTier(contents, contents.keys, read)])
+    made = ExpertCache([layer.number for layer in layers], contents, residency, copier, torch.device("cpu"), history)
+    made.fill(fill_order(held, None))
+    return made
 
 
 def same_bits(a: Outcome, b: Outcome) -> bool:

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from moec.checked import Gqa, MeshSpec, Mla, Plan, Swiglu
 from moec.diagnostics import MoecError
-from moec.ir import Program, op_of
+from moec.ir import Program, full_name, op_of
 from moec.ir_eval import Reference, Sequence
 from moec.passes.plan_overlap import PlanOverlap
 from moec.runtime.executor import Executor, local_shape
 from moec.runtime.kv import allocate_kv
 from moec.runtime.step import Piece, Step, make_step
+from tests.cached import cache_over
 from tests.contexts import poisoned_memory
 from tests.programs import (
     SPAN,
@@ -41,7 +42,8 @@ def tensors_of(program: Program, weights: Weights) -> dict[str, Tensor]:
         for layer in run.layers or (None,):
             prefix = "" if layer is None else f"layers.{layer}."
             for name, param in program.bodies[run.body].params.items():
-                found[prefix + name] = torch.cat([weights[prefix + part] for part in param.parts], param.dim).float()
+                parts = [part if layer is None else full_name(part, layer) for part in param.parts]
+                found[prefix + name] = torch.cat([weights[part] for part in parts], param.dim).float()
     return found
 
 
@@ -55,9 +57,11 @@ class Both:
     def __init__(self, plan: Plan) -> None:
         self.prefill, self.decode = compiled(plan), compiled(plan, phase="decode")
         self.weights = weights_of(program_of(plan))
-        kv = allocate_kv(self.prefill)
+        kv, tensors = allocate_kv(replace(self.prefill, slots=8)), tensors_of(self.prefill, self.weights)
+        self.cache = cache_over(self.prefill, tensors)
         self.run_prefill, self.run_decode = (
-            Executor(program, tensors_of(program, self.weights), kv).run for program in (self.prefill, self.decode)
+            Executor(program, tensors_of(program, self.weights), kv, cache=self.cache).run
+            for program in (self.prefill, self.decode)
         )
 
     def compare(self, steps: Steps) -> None:
@@ -78,7 +82,10 @@ def on_one_rank(plan: Plan) -> Plan:
 
 @pytest.mark.parametrize("seed", range(24))
 def test_random_programs_are_the_reference(seed: int) -> None:
-    Both(on_one_rank(random_plan(seed))).compare(random_steps(seed))
+    both = Both(on_one_rank(random_plan(seed)))
+    both.compare(random_steps(seed))
+    if both.cache is not None:
+        both.cache.close()
 
 
 @pytest.mark.parametrize("attention", [gqa(bias=True, qk_norm=True), mla()], ids=["gqa", "mla"])
