@@ -26,7 +26,7 @@ def check_settings(program: Program) -> Faults:
     if [tier.name for tier in cache.tiers] not in (["host"], ["nvme"], ["host", "nvme"]):
         yield f"the tiers of the expert cache are {[tier.name for tier in cache.tiers]}"
     known = range(min(program.experts.values(), default=0))
-    if list(cache.pinned) != sorted(set(cache.pinned) & set(known)):
+    if program.experts and list(cache.pinned) != sorted(set(cache.pinned) & set(known)):
         yield f"experts {list(cache.pinned)} cannot be pinned, there are {len(known)}"
 
 

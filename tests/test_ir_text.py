@@ -216,7 +216,7 @@ def mutated(rng: random.Random, words: list[str]) -> str:
     return "".join(found)
 
 
-@pytest.mark.parametrize("base", ["flat", "gather", "copies"])
+@pytest.mark.parametrize("base", ["flat", "gather", "copies", "cached"])
 def test_damaged_words_never_end_in_a_traceback(base: str) -> None:
     """Each is read or refused with MoecError, and what is read is accepted or refused with CompileError."""
     rng = random.Random(base)
