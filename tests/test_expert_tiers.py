@@ -12,6 +12,7 @@ import torch
 
 from moec.diagnostics import Diagnostic, MoecError
 from moec.runtime.expert_file import Contents, Key, LayerBlobs
+from moec.runtime.expert_pace import Rate
 from moec.runtime.expert_tiers import HostTier, NvmeTier, Tier, open_nvme, print_note
 from tests.expert_blobs import CONTENTS, Checkpoint, Notes, blob, failing, flip
 
@@ -54,7 +55,7 @@ def test_host_memory_holds_the_experts_it_was_given(monkeypatch: pytest.MonkeyPa
 
 
 def test_more_host_memory_than_there_is_is_refused() -> None:
-    one = LayerBlobs("layers.0", (0, 1, 2, 3), (("experts.down", (1 << 20, 1 << 19)),))
+    one = LayerBlobs("layers.0", (0, 1, 2, 3), (("experts.down", (1 << 24, 1 << 22)),))  # more than addresses reach
     contents = Contents("3f2a", "bf16", (one,))
     with pytest.raises(MoecError) as caught:
         HostTier(contents, contents.keys, Checkpoint())
@@ -75,6 +76,11 @@ def test_the_nvme_tier_reads_from_its_file(folder: Path) -> None:
     assert tier.bytes_of((0, 2)) is None
     assert (checkpoint.asked, notes.told, tier.num_rereads) == ([], [], 0)
     tier.close()
+
+
+def test_reads_of_a_real_file_are_the_threads_however_short(folder: Path) -> None:
+    real, emulated = (open_nvme(folder, CONTENTS, Checkpoint(), rate=rate) for rate in (None, Rate(5e8, 80e-6)))
+    assert (real.wake_bytes, emulated.wake_bytes) == (0, HostTier.wake_bytes)
 
 
 def _flip_expert(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,9 @@ from moec.runtime.expert_pace import Rate
 
 #: Blobs in host memory start at multiples of this, as torch's own tensors do.
 _ALIGNMENT = 64
-#: Copied from memory in 100 us. A thread that wakes up and takes turns costs the one that computes 60 us, on busy cores
-#: many times as much.
-WAKE_BYTES = 1 << 20
+#: Copied in 300 us. A thread that wakes up and takes turns costs the one that computes 60 us for each expert, and many
+#: times as much where cores are busy; copying a small expert (200 KB) itself costs it 45.
+WAKE_BYTES = 2 << 20
 Bytes = npt.NDArray[np.uint8]
 
 
