@@ -92,3 +92,57 @@ def test_reordering_twice_changes_nothing(num_exchanges: int) -> None:
     first = operations(body)
     reorder(body, cost)
     assert operations(body) == first
+
+
+def cached_body() -> Body:
+    """add(experts from slots, shared expert), a prefetch before the look-up and one behind the experts."""
+    program = Program(
+        name="p", phase="decode", source="p.moe", mesh=Mesh(), cluster=Cluster("c", 1, 1), tokens=1, slots=1,
+        context=8, dtype="fp32", exchange="flat", strategy="linear",
+    )  # fmt: skip
+    body = program.bodies["b"] = Body("b")
+    build = Builder(program, body)
+    x = build.input("x")
+    rows, offsets, pairs = build.emit("group_rows", x, x, at=HERE, table="t")
+    counts = build.emit("count_experts", x, at=HERE, table="t")
+    build.emit("prefetch.start", counts, at=HERE, table="t", ahead=1, most=1, by="history")
+    slots = build.emit("prefetch.wait", offsets, at=HERE, table="t")
+    served = build.emit("cached_experts", rows, offsets, slots, x, x, at=HERE, table="t")
+    routed = build.emit("reduce_rows", served, pairs, x, at=HERE, table="t")
+    build.emit("prefetch.start", counts, at=HERE, table="t", ahead=2, most=1, by="history")
+    shared = build.emit("linear", x, x, at=HERE)
+    body.graph.output(build.emit("add", routed, shared, at=HERE))
+    return body
+
+
+CACHED_US = {
+    "group_rows": 5.0, "count_experts": 1.0, "prefetch.start": 400.0, "prefetch.wait": 100.0, "cached_experts": 20.0,
+    "reduce_rows": 5.0, "linear": 60.0, "add": 5.0,
+}  # fmt: skip
+
+
+def cached_cost(node: fx.Node) -> float:
+    return CACHED_US[op_of(node).name]
+
+
+def test_what_is_needed_at_once_goes_before_what_is_guessed() -> None:
+    """The first prefetch has the link, yet the look-up's copies start at once; the next prefetch waits for both."""
+    body = cached_body()
+    starts = [(span.start, span.end) for span in simulate(body, cached_cost) if span.stream == "copy"]
+    looked_up = 5 + 1 + ISSUE_US
+    assert starts == [(6, 406), (looked_up, looked_up + 100), (506, 906)]
+    (served,) = (s for s in simulate(body, cached_cost) if op_of(s.node).name == "cached_experts")
+    assert (served.start, served.end) == (looked_up + ISSUE_US, looked_up + 100)
+    assert makespan(body, cached_cost) == looked_up + 100 + 5 + ISSUE_US + 60 + 5
+
+
+def test_the_shared_expert_runs_while_experts_come() -> None:
+    body = cached_body()
+    plain = makespan(body, cached_cost)
+    reorder(body, cached_cost)
+    names = [op_of(node).name for node in operations(body)]
+    assert names.index("prefetch.wait") < names.index("linear") < names.index("cached_experts")
+    assert plain - makespan(body, cached_cost) >= 60
+    first = operations(body)
+    reorder(body, cached_cost)
+    assert operations(body) == first
