@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moec.cache.trace import Trace, read_trace
-from moec.diagnostics import fail
+from moec.diagnostics import Diagnostic, fail
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class CacheSettings:
 
     `nvme`: folder of the expert files. `popularity`, `history`: traces for `evict = trace` and `prefetch = history`.
     `is_emulated`: copies take the time that the plan's rates say. `is_cold`: at the start only pinned experts are in
-    their slots.
+    their slots. `warn`: takes what the user is to know although the run goes on; None: each rank prints it.
     """
 
     nvme: Path | None = None
@@ -26,6 +26,7 @@ class CacheSettings:
     history: Trace | None = None
     is_emulated: bool = False
     is_cold: bool = False
+    warn: Callable[[Diagnostic], None] | None = None
 
 
 def find_cache(document: Mapping[str, Any], bases: Sequence[Path], is_emulated: bool = False) -> CacheSettings:
@@ -42,8 +43,9 @@ def find_cache(document: Mapping[str, Any], bases: Sequence[Path], is_emulated: 
             raise fail("E0646", f"plan `{document['plan']}` has no expert cache to emulate", help)
         return CacheSettings()
     if is_emulated and (unknown := [tier["name"] for tier in cache["tiers"] if tier["gbps"] is None]):
-        message = f"the {' and '.join(unknown)} tier of cache `{cache['name']}` has no bandwidth to emulate"
-        raise fail("E0646", message, "give the tier a `bandwidth`, or leave --emulate out")
+        which = f"the {unknown[0]} tier has" if len(unknown) == 1 else f"the tiers {' and '.join(unknown)} have"
+        message = f"{which} no bandwidth to emulate in cache `{cache['name']}`"
+        raise fail("E0646", message, "write `bandwidth = ..` there, or leave --emulate out")
     return CacheSettings(
         _find_folder(cache["nvme"], bases),
         _find_trace(cache["evict_trace"], bases),
@@ -70,7 +72,12 @@ def _find_trace(named: Mapping[str, str] | None, bases: Sequence[Path]) -> Trace
     if path is None:
         message = f"the trace `{places[0]}` that the cache goes by is not there"
         raise fail("E0645", message, "put it back, or compile the `.moe` file again")
-    if hashlib.sha256(path.read_bytes()).hexdigest() != named["sha256"]:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        message = f"the trace `{path}` that the cache goes by cannot be read: {error.strerror}"
+        raise fail("E0645", message, "make it readable") from None
+    if hashlib.sha256(content).hexdigest() != named["sha256"]:
         message = f"the trace `{path}` is not the one that the plan was compiled with"
         raise fail("E0645", message, "compile the `.moe` file again")
     return read_trace(path)

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,11 +26,12 @@ from moec.cli_run import Options
 from moec.compiler import compile
 from moec.diagnostics import MoecError, fail
 from moec.files import check_place, write_whole
+from moec.runtime.expert_notes import OneNote, gather_counts
 from moec.runtime.generate import Request, collect_logits, generate
 from moec.runtime.launch_rank import Rank
 from moec.runtime.launch_status import Status
 from moec.runtime.routing_record import Recorder as RoutingRecorder
-from moec.runtime.routing_record import gather_trace
+from moec.runtime.routing_record import check_recordable, gather_trace
 from moec.runtime.sampling import Sampling
 from moec.runtime.schedule import check_prompts
 from moec.runtime.session import check_weights, open_session, read_limits
@@ -93,6 +94,9 @@ def prepare(options: Options) -> Job:
     sampling = Sampling(options.temperature, options.seed)
     request = Request(prompts, options.max_new_tokens, eos, sampling, options.logits is not None)
     cache = find_cache(artifact.document, artifact.bases(options.source), options.is_emulated)
+    cache = replace(cache, warn=OneNote("E0641", "E0642"))
+    if options.record is not None:
+        check_recordable(artifact.programs)
     for path in (options.logits, options.timeline, options.record):
         if path is not None:
             check_place(path)
@@ -170,6 +174,7 @@ def work(rank: Rank, job: Job) -> None:
     logits = collect_logits(job.request, result, session.limits, session.place) if job.logits else []
     events = gather_events(recorder, session.place) if recorder is not None else []
     chosen = gather_trace(routing, session.place, _num_experts(job.artifact)) if routing is not None else None
+    counts = gather_counts(session.cache, session.place) if job.as_json and job.artifact.document.get("cache") else None
     session.close()
     if not is_first:
         return
@@ -183,7 +188,8 @@ def work(rank: Rank, job: Job) -> None:
         save_logits(job.logits, job.request.prompts, logits)
     if job.as_json:
         text = [job.text.decode(tokens) for tokens in result.tokens]
-        _print(json.dumps({"tokens": result.tokens, "text": text}) + "\n")
+        counted = {} if counts is None else {"cache": counts}
+        _print(json.dumps({"tokens": result.tokens, "text": text} | counted) + "\n")
 
 
 def _num_experts(artifact: Artifact) -> int:

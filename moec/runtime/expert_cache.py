@@ -24,6 +24,7 @@ from moec.runtime.context import DTYPES
 from moec.runtime.expert_copier import Copier
 from moec.runtime.expert_file import Contents, Key
 from moec.runtime.expert_lane import Transfer
+from moec.runtime.expert_tiers import NvmeTier
 
 #: Slots start at multiples of this, as torch's own tensors do.
 ALIGNMENT = 64
@@ -131,6 +132,11 @@ class ExpertCache:
             if (following := next((u for u in waiting if u.slot == use.slot), None)) is not None:
                 self._begin(index, following)
                 begun.append(following)
+
+    @property
+    def num_rereads(self) -> int:
+        """Experts that were read from the checkpoint because the expert file failed."""
+        return sum(lane.tier.num_rereads for lane in self.copier.lanes if isinstance(lane.tier, NvmeTier))
 
     def close(self) -> None:
         self.copier.close()

@@ -101,7 +101,8 @@ def _open_tiers(
     if "nvme" in rates:
         assert settings.nvme is not None
         reader = ExpertReader(sources, layers)  # its own: the copier's thread reads what the file has lost
-        tiers.append(open_nvme(settings.nvme, contents, reader, rate=rates["nvme"], progress=progress))
+        rate, warn = rates["nvme"], settings.warn
+        tiers.append(open_nvme(settings.nvme, contents, reader, rate=rate, warn=warn, progress=progress))
     return tiers
 
 

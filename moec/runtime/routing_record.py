@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import io
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -98,20 +98,27 @@ def _append(rows: dict[int, Array], layer: int, more: torch.Tensor) -> None:
     rows[layer] = np.concatenate([rows[layer], mine]) if layer in rows else mine
 
 
-def gather_trace(recorder: Recorder, place: Place, num_experts: int) -> Trace | None:
-    """On rank 0: the trace of all ranks; None on the others.
+def check_recordable(programs: Iterable[Program]) -> None:
+    """Raises E0647 where the layers of a model do not route alike: a trace has as many experts a token in each."""
+    nodes = [node for program in programs for _, node in program.nodes() if op_of(node).name == "route"]
+    tops = sorted({int(str(node.kwargs["top"])) for node in nodes})
+    if len(tops) != 1:
+        few = f"its layers choose {' and '.join(map(str, tops))} experts a token" if tops else "it has no experts"
+        raise fail("E0647", f"there is no routing trace of this model: {few}", "leave --record out")
 
-    Raises:
-        MoecError: E0647, nothing was routed, or not as many experts a token in every layer.
-    """
+
+def gather_trace(recorder: Recorder, place: Place, num_experts: int) -> Trace | None:
+    """On rank 0: the trace of all ranks; None on the others. For programs that `check_recordable` lets pass."""
     parts = [_Part.unpacked(data) for data in gather_bytes(place, _Part.of(recorder.steps).packed(), "record")]
     if place.rank != 0:
         return None
     mesh = place.mesh
     routing = [r for r in range(mesh.world) if mesh.coordinate(r % mesh.size, "etp") == 0]
-    stages = [[parts[r] for r in routing if r // mesh.size == stage] for stage in range(mesh.pp)]
-    holders = [parts[r] for r in range(mesh.size) if mesh.coordinate(r, "tp") == 0]
-    return _joined([stage for stage in stages if stage[0].layers], holders, num_experts)
+    holding = [r for r in range(mesh.world) if mesh.coordinate(r, "tp") == 0]
+    sparse = [stage for stage in range(mesh.pp) if parts[stage * mesh.size].layers]
+    stages = [[parts[r] for r in routing if r // mesh.size == stage] for stage in sparse]
+    holders = [parts[r] for r in holding if r // mesh.size == sparse[0]]
+    return _joined(stages, holders, num_experts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,11 +175,6 @@ class _Part:
 
 def _joined(stages: Sequence[Sequence[_Part]], holders: Sequence[_Part], num_experts: int) -> Trace:
     """The parts of all stages (each a list of ranks) as one trace; `holders`: the ranks that count each row once."""
-    parts = [part for stage in stages for part in stage]
-    widths = {rows.shape[1] for part in parts for name, rows in part.layers.items() if name.startswith("ids.")}
-    if len(widths) != 1:
-        why = "layers choose different numbers of experts a token" if widths else "the model routes nothing"
-        raise fail("E0647", f"there is no routing trace of this run: {why}", "leave --record out")
     counts = sum(part.counts for part in stages[0])
     lengths = [length for step in zip(*(part.lengths_by_step() for part in holders), strict=True) for length in step]
     guesses = _stacked(stages, "guesses")

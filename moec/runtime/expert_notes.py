@@ -1,0 +1,52 @@
+"""What expert caches tell: a note once for all ranks of a run, and what they counted."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from dataclasses import asdict
+
+from moec.diagnostics import Diagnostic
+from moec.runtime.expert_cache import ExpertCache
+from moec.runtime.expert_tiers import print_note
+from moec.runtime.generate import Place, gather_bytes
+
+
+class OneNote:
+    """Prints the first note of each code, of whichever rank that was forked after this was made.
+
+    A disk that is full or fails is met by all ranks at once: one line says so, and the counters say how often.
+    """
+
+    def __init__(self, *codes: str) -> None:
+        self._tokens = {code: _token() for code in codes}
+
+    def __call__(self, note: Diagnostic) -> None:
+        if os.read(self._tokens[note.code], 1):
+            print_note(note)
+
+
+def _token() -> int:
+    """The read end of a pipe with one byte in it, which the first to read gets, in any process, and nobody else."""
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"1")
+    os.close(write_end)
+    return read_end
+
+
+def gather_counts(cache: ExpertCache | None, place: Place) -> dict[str, int]:
+    """What the caches of all ranks counted, summed over layers and ranks, on every rank.
+
+    Those of `moec.cache.residency.Counters`, and `late`: hits on a prefetch still under way; `rereads`: experts read
+    from the checkpoint because their expert file failed.
+    """
+    mine = Counter[str]()
+    if cache is not None:
+        mine.update({"late": cache.arrivals.late, "rereads": cache.num_rereads})
+        for layer in cache.residency.counters:
+            mine.update(asdict(layer))
+    total = Counter[str]()
+    for part in gather_bytes(place, json.dumps(mine).encode(), "counts"):
+        total.update(json.loads(part))
+    return dict(total)
