@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 PLACES = {"exit": "behind its experts", "ffn": "before its experts", "entry": "before its attention"}
 
 
@@ -16,11 +16,11 @@ def cache_lines(cache: dict[str, Any]) -> Iterator[str]:
     asked = cache["prefetch"]
     guess = "none" if asked["asked"] == "none" else f"{asked['asked']}, {_layers_ahead(asked['ahead'])} ahead"
     yield f"cache {cache['name']}: evict {cache['evict']}, prefetch {guess}"
-    each = " or ".join(f"{size / MIB:.3f}" for size in cache["expert_bytes"])
+    each = " or ".join(map(_size, cache["expert_bytes"]))
     if cache["slots"] >= cache["held"]:
         yield f"  slots      for all {cache['held']} experts of a layer on a rank: nothing is copied while it runs"
         return
-    size = f"{each} MiB each, {cache['arena_bytes'] / MIB:.3f} MiB in all"
+    size = f"{each} each, {_size(cache['arena_bytes'])} in all"
     yield f"  slots      {cache['slots']} for the {cache['held']} experts of a layer on a rank, {size}"
     pinned = [f"experts {', '.join(map(str, cache['pinned']))}"] if cache["pinned"] else []
     pinned += ["shared experts, as always"] if cache["pin_shared"] else []
@@ -28,7 +28,7 @@ def cache_lines(cache: dict[str, Any]) -> Iterator[str]:
         yield f"  pinned     {' and '.join(pinned)}"
     yield from (f"  {_tier(cache, tier)}" for tier in cache["tiers"])
     if cache["staging_bytes"]:
-        yield f"  staging    {cache['staging_bytes'] / MIB:.3f} MiB of host memory between nvme and the device"
+        yield f"  staging    {_size(cache['staging_bytes'])} of host memory between nvme and the device"
     for what, trace in (("evict", cache["evict_trace"]), ("prefetch", cache["prefetch_trace"])):
         if trace is not None:
             yield f"  {what:<10} by {trace['path']} (sha256 {trace['sha256'][:16]})"
@@ -36,7 +36,7 @@ def cache_lines(cache: dict[str, Any]) -> Iterator[str]:
 
 def _tier(cache: dict[str, Any], tier: dict[str, Any]) -> str:
     rate = "rate unknown" if tier["gbps"] is None else f"{tier['gbps']:g} GB/s, {tier['latency_us']:g} us a copy"
-    kept = f"{tier['bytes'] / MIB:.3f} MiB on a rank"
+    kept = f"{_size(tier['bytes'])} on a rank"
     file = f", file of all experts in {cache['nvme']}" if tier["name"] == "nvme" else ""
     return f"{tier['name']:<10} for {tier['experts']} experts of a layer: {kept}{file}, {rate}"
 
@@ -44,8 +44,8 @@ def _tier(cache: dict[str, Any], tier: dict[str, Any]) -> str:
 def phase_lines(found: dict[str, Any]) -> Iterator[str]:
     """Hits, bytes, and what copies add to each kind of layer."""
     source = "in the trace" if found["is_traced"] else "as random routing would"
-    moved = ", ".join(f"{size / MIB:.3f} MiB from {tier}" for tier, size in found["bytes_per_token"].items())
-    yield f"expert cache: {found['hit_rate']:.1%} of look-ups hit, {source}; copied per token on a rank: {moved}"
+    moved = ", ".join(f"{_size(size)} from {tier}" for tier, size in found["bytes_per_token"].items())
+    yield f"expert cache: {found['hit_rate']:.1%} of look-ups hit, {source}; copied to a rank per token: {moved}"
     yield from (f"  {_on_demand(layer)}" for layer in found["on_demand"])
     yield from (f"  {_decision(item)}" for item in found["prefetch"])
 
@@ -68,6 +68,10 @@ def _decision(item: dict[str, Any]) -> str:
     adds = "" if item["exposed_us"] is None else f"; copies then add {item['exposed_us']:.1f} us"
     later = _layers_ahead(item["later"]["distance"])
     return f"prefetch in {where}, {PLACES[chosen['place']]}, of {many} {later} later{left}: {item['reason']}{adds}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.3f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.3f} MiB"
 
 
 def _layers_ahead(count: int) -> str:

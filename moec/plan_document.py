@@ -107,8 +107,11 @@ def _spans(body: Body, cost: Cost) -> list[list[Any]]:
 
 
 def _time(costs: list[NodeCost]) -> float | None:
-    """Microseconds of one run of a body, its operations one after the other; None where a rate is not known."""
-    times = [cost.us for cost in costs]
+    """Microseconds of one run of a body, its operations one after the other; None where a rate is not known.
+
+    Copies for a later layer are not waited for here, and left out.
+    """
+    times = [cost.us for cost in costs if op_of(cost.node).name != "prefetch.start"]
     known = [us for us in times if us is not None]
     return round(sum(known), 3) if len(known) == len(times) else None
 

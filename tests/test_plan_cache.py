@@ -1,0 +1,351 @@
+"""What a plan decides about its expert cache, says in plan.json, and `moec explain` prints."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from moec.cache.policies import POLICIES
+from moec.cache.residency import least_slots
+from moec.cache.simulate import policy_for, simulate
+from moec.cache_sizes import SLOT_ALIGNMENT, least_count
+from moec.cli import app
+from moec.compiler import compile
+from moec.cost_cache import PLACES, demanded, missed, place_of, recall
+from moec.cost_sizes import sizes_of
+from moec.diagnostics import CompileError, MoecError
+from moec.explain import explain_plan
+from moec.ir import op_of
+from moec.passes import PASSES, place_prefetch
+from moec.passes.runner import run_passes
+from moec.plan_prefetch import Option, Prefetch, pairs
+from tests.conftest import ROOT
+from tests.programs import compiled, few, moe, plan, program_of
+from tests.traces import random_ids, trace_of, written
+
+GOLDEN = ROOT / "tests" / "golden" / "explain"
+
+SOURCE = """
+cluster box {{
+  devices = {ep}  memory_rate = 100 GB/s  compute = peak(fp32 = 1 TFLOP/s)
+  intra = link(50 GB/s, latency = 1 us)
+}}
+model toy {{
+  hidden = 512  vocab = 64  norm = rms(eps = 1e-6)  dtype = fp32
+  attention grouped = gqa(heads = {heads}, kv_heads = {heads}, head_dim = 64)
+  router ranked {{ score = softmax  top = 2  renormalize = true }}
+  experts routed = {experts} * swiglu(256)
+  {layers}
+}}
+mesh ranks on box[1] {{ attention = dp({ep})  experts = ep({ep}) }}
+cache few {{
+  {cache}
+}}
+plan serve {{ run toy on ranks with few  prefill {{ tokens = {tokens}  {phase} }}  decode {{ batch = {batch}  {phase} }} }}
+"""
+#: An expert has 1.5 MiB: 50 us at this rate.
+HOST = "host = tier(1 GiB per rank, bandwidth = 31.4 GB/s)"
+LAYERS = "layers 0..2 { grouped moe(ranked, routed) }"
+
+
+def source(folder: Path, cache: str, **changes: Any) -> Path:
+    words = {"ep": 1, "experts": 16, "layers": LAYERS, "tokens": 64, "batch": 1, "phase": "", "heads": 8} | changes
+    path = folder / "toy.moe"
+    path.write_text(SOURCE.format(cache=cache, **words))
+    return path
+
+
+def section(folder: Path, cache: str, trace: Path | None = None, **changes: Any) -> Any:
+    """`cache` of plan.json."""
+    return compile(source(folder, cache, **changes), trace=trace).document["cache"]
+
+
+def explained(folder: Path, cache: str, **changes: Any) -> str:
+    return explain_plan(json.loads(json.dumps(compile(source(folder, cache, **changes)).document)))
+
+
+# --- the document ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_declared_and_settled_is_told(tmp_path: Path) -> None:
+    nvme = 'nvme = tier("kept/here", bandwidth = 7 GB/s, latency = 80 us)'
+    found = section(tmp_path, f"hbm = share(0.3)  host = 24 MiB per node  {nvme}  evict = lfu  pin = [2, 9]", ep=2)
+    size = 3 * 512 * 256 * 4
+    assert (found["name"], found["evict"], found["pinned"], found["pin_shared"]) == ("few", "lfu", [2, 9], False)
+    assert (found["slots"], found["held"], found["expert_bytes"]) == (2, 8, [size])
+    assert found["arena_bytes"] == 2 * 3 * size and size % SLOT_ALIGNMENT == 0
+    host, file = found["tiers"]
+    assert host == {"name": "host", "experts": 2, "bytes": 6 * size, "gbps": None, "latency_us": None}
+    assert file == {"name": "nvme", "experts": 6, "bytes": 24 * size, "gbps": 7.0, "latency_us": pytest.approx(80.0)}
+    assert (found["nvme"], found["evict_trace"], found["prefetch_trace"]) == ("kept/here", None, None)
+    assert found["staging_bytes"] == 0
+
+
+def test_a_plan_without_a_cache_says_so() -> None:
+    assert compile(ROOT / "examples" / "toy.moe").document["cache"] is None
+
+
+def test_a_slot_for_each_expert_leaves_nothing_to_plan(tmp_path: Path) -> None:
+    found = section(tmp_path, f"hbm = share(1)  {HOST}  prefetch = next_router(ahead = 1)")
+    assert (found["slots"], found["arena_bytes"], found["phases"]) == (16, 0, {})
+    assert "for all 16 experts of a layer on a rank: nothing is copied" in explained(
+        tmp_path, f"hbm = slots(99)  {HOST}"
+    )
+
+
+def test_slots_are_in_the_memory_of_each_rank_instead_of_weights(tmp_path: Path) -> None:
+    file = source(tmp_path, f"hbm = slots(4)  {HOST}", ep=2)
+    result = CliRunner().invoke(app, ["compile", str(file), "-o", str(tmp_path / "made"), "--json"])
+    cached = json.loads(result.stdout)["memory"]
+    whole = compile(source(tmp_path, f"hbm = share(1)  {HOST}", ep=2)).document["memory"]
+    size = 3 * 512 * 256 * 4
+    for mine, theirs in zip(cached, whole, strict=True):
+        assert mine["slots"] == 3 * 4 * size and theirs["slots"] == 0
+        assert theirs["weights"] - mine["weights"] == 3 * 8 * size
+        assert mine["total"] == sum(mine[part] for part in ("weights", "kv", "buffers", "slots"))
+
+
+def test_traces_are_told_from_the_folder_of_the_file(tmp_path: Path) -> None:
+    """And so move with it: the same plan wherever both lie."""
+    folder = tmp_path / "here"
+    (folder / "kept").mkdir(parents=True)
+    trace = written(folder / "kept" / "t.npz", random_ids(3, 40, 2, 16), 16)
+    cache = f'hbm = slots(4)  {HOST}  evict = trace("kept/t.npz")  prefetch = history("kept/t.npz", ahead = 1)'
+    found = section(folder, cache)
+    told = {"path": "kept/t.npz", "sha256": hashlib.sha256(trace.read_bytes()).hexdigest()}
+    assert found["evict_trace"] == found["prefetch_trace"] == told
+    moved = shutil.copytree(folder, tmp_path / "there" / "below")
+    assert section(Path(moved), cache) == found
+    assert f"evict      by kept/t.npz (sha256 {told['sha256'][:16]})" in explained(folder, cache)
+
+
+@pytest.mark.parametrize("setting", ['evict = trace("t.npz")', 'prefetch = history("t.npz", ahead = 1)'])
+def test_a_trace_of_another_model_is_refused_when_compiled(setting: str, tmp_path: Path) -> None:
+    written(tmp_path / "t.npz", random_ids(2, 40, 2, 16), 16)
+    with pytest.raises(MoecError, match="it has 2 sparse layers, the model 3") as refused:
+        section(tmp_path, f"hbm = slots(4)  {HOST}  {setting}")
+    assert refused.value.diagnostics[0].code == "E0781"
+
+
+# --- slots ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("evict", [name for name in POLICIES if name != "trace"])
+@pytest.mark.parametrize("pinned", [(), (0, 5), (0, 1, 2, 3, 4, 5, 6, 7)])
+def test_the_least_slots_are_those_of_the_run_time(evict: str, pinned: tuple[int, ...]) -> None:
+    """The fewest that `Residency` takes on every rank; one less is refused, with that number."""
+    made = plan([moe(16)] * 3, dp=2, ep=2, cache=few(16, evict=evict, pinned=pinned))
+    program = compiled(made, "fuse-gate-up")
+    least = least_count(program)
+    scope = "rank" if evict in ("lru", "least_stale") else "layer"
+    ranks = program.placements["routed"].slots
+    keys = [[(layer, e) for layer in range(3) for e in pinned if e in held] for held in ranks]
+    assert least == max(least_slots([held] * 3, scope, mine) for held, mine in zip(ranks, keys, strict=True))
+    settled = compiled(replace(made, cache=few(least, evict=evict, pinned=pinned))).cache
+    assert settled is not None and settled.slots == least
+    with pytest.raises(CompileError, match=f"the least that works is {least}: ") as refused:
+        compiled(replace(made, cache=few(least - 1, evict=evict, pinned=pinned)))
+    assert refused.value.diagnostics[0].code == "E0332" and refused.value.exit_code == 1
+
+
+@pytest.mark.parametrize(("size", "slots"), [("18 MiB", 4), ("17 MiB", 3), ("4608 KiB", 1)])
+def test_bytes_are_slots_of_all_layers(size: str, slots: int, tmp_path: Path) -> None:
+    assert section(tmp_path, f"hbm = {size} per rank  {HOST}")["slots"] == slots
+
+
+def test_what_a_message_says_is_enough_is_enough(tmp_path: Path) -> None:
+    cache = f"hbm = 1 KiB per rank  {HOST}  pin = [1]"
+    with pytest.raises(CompileError) as refused:
+        section(tmp_path, cache)
+    assert refused.value.diagnostics[0].help == "use `hbm = slots(2)`, or `hbm = 9216 KiB per rank`"
+    assert section(tmp_path, cache.replace("1 KiB", "9216 KiB"))["slots"] == 2
+    host = "hbm = slots(4)  host = 1 MiB per rank"
+    with pytest.raises(CompileError) as refused:
+        section(tmp_path, host)
+    assert refused.value.diagnostics[0].code == "E0333"
+    assert refused.value.diagnostics[0].help.startswith("give it 72 MiB per rank, or ")
+    assert section(tmp_path, host.replace("1 MiB", "72 MiB"))["tiers"][0]["experts"] == 16
+
+
+# --- hits -----------------------------------------------------------------------------------------------------------
+
+
+def skewed_ids(num_tokens: int, seed: int = 0) -> Any:
+    """Choices of 2 of 16 experts in 3 layers, the first experts far more often."""
+    rng = np.random.default_rng(seed)
+    scores = rng.random((3, num_tokens, 16)) ** (np.arange(16) / 4 + 0.2)
+    return np.argsort(-scores, axis=2)[:, :, :2]
+
+
+def test_random_routing_hits_as_often_as_there_are_slots(tmp_path: Path) -> None:
+    phases = section(tmp_path, f"hbm = slots(4)  {HOST}")["phases"]
+    assert [(phase["hit_rate"], phase["is_traced"]) for phase in phases.values()] == [(0.25, False)] * 2
+    (layer,) = phases["decode"]["on_demand"]
+    assert (layer["active"], layer["missed"]) == (2.0, 1.5)
+    assert phases["decode"]["bytes_per_token"] == {"host": round(3 * 1.5 * 3 * 512 * 256 * 4)}
+
+
+@pytest.mark.parametrize("evict", ["lru", "layer_lru", "lfu", "least_stale"])
+def test_hits_of_a_traced_plan_are_those_of_its_own_policy(evict: str, tmp_path: Path) -> None:
+    """4 tokens a step; 2 ranks with 8 experts each. The trace alone says what a rank will find."""
+    ids = skewed_ids(400)
+    trace = written(tmp_path / "t.npz", ids, 16)
+    phases = section(tmp_path, f"hbm = slots(3)  {HOST}  evict = {evict}", trace=trace, ep=2, batch=2)["phases"]
+    steps = trace_of(ids, 16, step_starts=np.arange(0, 401, 4))
+    hits = lookups = 0
+    for held in (range(8), range(8, 16)):
+        ranks = [tuple(held)] * 3
+        warm = [(layer, expert) for layer in range(3) for expert in held]
+        outcome = simulate(steps, policy_for(evict, steps, ranks), 3, ranks, (), warm)
+        hits, lookups = hits + outcome.hits, lookups + outcome.lookups
+    assert phases["decode"]["hit_rate"] == round(hits / lookups, 4) and phases["decode"]["is_traced"]
+    assert (phases["prefill"]["hit_rate"], phases["prefill"]["is_traced"]) == (0.375, False)
+
+
+def test_eviction_by_a_trace_is_planned_with_that_trace(tmp_path: Path) -> None:
+    """Learned from one sequence, run over another one in which other experts are popular."""
+    run = written(tmp_path / "run.npz", skewed_ids(300), 16)
+    written(tmp_path / "same.npz", skewed_ids(300, seed=1), 16)
+    written(tmp_path / "other.npz", 15 - skewed_ids(300, seed=2), 16)
+    rates = {
+        name: section(tmp_path, f'hbm = slots(4)  {HOST}  evict = trace("{name}.npz")', trace=run)["phases"]["decode"]
+        for name in ("same", "other")
+    }
+    assert rates["same"]["hit_rate"] > 0.5 > 0.2 > rates["other"]["hit_rate"]
+
+
+# --- prefetch -------------------------------------------------------------------------------------------------------
+
+
+def decisions(folder: Path, cache: str, phase: str = "decode", **changes: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = section(folder, cache, **changes)["phases"][phase]["prefetch"]
+    return found
+
+
+AHEAD = "prefetch = next_router(ahead = 1)"
+
+
+def test_a_short_prompt_is_not_prefetched_for(tmp_path: Path) -> None:
+    """8 tokens use 10.5 of 16 experts. Their copies take as long as the layer, and of what the router names ahead, a
+    quarter is wrong and two thirds take the slot of what is needed too. One token a step gains.
+    """
+    settings = {"tokens": 8, "heads": 32}
+    cache = f"hbm = slots(4)  {HOST.replace('31.4', '3.5')}  {AHEAD}"
+    (prompt,) = decisions(tmp_path, cache, "prefill", **settings)
+    reason = "a step uses 10.5 of 16 experts: what is fetched ahead takes the slots of others that it needs"
+    assert (prompt["chosen"], prompt["reason"]) == (None, reason)
+    assert f"no prefetch in sparse, layers 0..1: {reason}" in explained(tmp_path, cache, **settings)
+    (token,) = decisions(tmp_path, cache, "decode", **settings)
+    assert token["chosen"] is not None and token["reason"].startswith("predicted gain ")
+
+
+@pytest.mark.parametrize(("rate", "chosen"), [("31.4", {"place": "ffn", "most": 1}), ("3.5", None)])
+def test_what_is_fetched_for_nothing_must_have_time(rate: str, chosen: Any, tmp_path: Path) -> None:
+    """`history` is wrong more often than right: on a slow link every copy too much is one to wait for."""
+    written(tmp_path / "t.npz", random_ids(3, 40, 2, 16), 16)
+    cache = f'hbm = slots(4)  {HOST.replace("31.4", rate)}  prefetch = history("t.npz", ahead = 1)'
+    (found,) = decisions(tmp_path, cache)
+    assert found["chosen"] == chosen
+    if chosen is None:
+        reason = "1.5 experts a layer and step are missed, and 55% of what history names is not needed"
+        assert found["reason"] == f"the copies themselves take the time: {reason}"
+
+
+def test_a_step_that_uses_all_experts_prefetches_none(tmp_path: Path) -> None:
+    (prompt,) = decisions(tmp_path, f"hbm = slots(4)  {HOST}  {AHEAD}", "prefill")
+    reason = "a step uses 16.0 of 16 experts: what is fetched ahead takes the slots of others that it needs"
+    assert (prompt["chosen"], prompt["reason"]) == (None, reason)
+
+
+def test_where_rates_are_unknown_only_what_a_step_needs_decides(tmp_path: Path) -> None:
+    phases = section(tmp_path, f"hbm = slots(4)  host = tier()  {AHEAD}")["phases"]
+    assert phases["decode"]["prefetch"][0]["chosen"] == {"place": "ffn", "most": 2}
+    assert phases["prefill"]["prefetch"][0]["chosen"] is None
+    assert phases["decode"]["on_demand"][0]["exposed_us"] is None
+    text = explained(tmp_path, f"hbm = slots(4)  host = tier()  {AHEAD}")
+    assert "of 2 experts 1 layer later: rates are not known: before the experts, as many as fit" in text
+    assert "nan" not in text.lower()
+
+
+def test_a_plan_without_prefetch_still_says_what_copies_cost(tmp_path: Path) -> None:
+    phase = section(tmp_path, f"hbm = slots(4)  {HOST}")["phases"]["decode"]
+    assert phase["prefetch"] == [] and phase["on_demand"][0]["exposed_us"] > 0
+
+
+def test_an_exchange_under_overlap_keeps_a_cached_layer_whole(tmp_path: Path) -> None:
+    document = compile(source(tmp_path, f"hbm = slots(2)  {HOST}", ep=2, tokens=4096, phase="overlap = auto")).document
+    overlap = document["phases"]["prefill"]["exchanges"]["overlap"]
+    assert set(overlap["by_chunks"]) == {"1"}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_a_prefetch_spares_is_counted_for_its_place(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decide(program: Any, start: object) -> dict[Any, Prefetch]:
+        return {pair: Prefetch(Option(place, 1), "", 0.0) for pair in pairs(program) if pair[1]}
+
+    monkeypatch.setattr(place_prefetch, "plan_prefetches", decide)
+    program = program_of(plan([moe(64, top=1)] * 3, cache=few(8, "next_router")), "decode")
+    program.tokens = 1
+    run_passes(program, [cls() for cls in PASSES])
+    ((body, start),) = [(b, n) for b, n in program.nodes() if op_of(n).name == "prefetch.start"]
+    assert place_of(body, start) == place
+    sizes = sizes_of(program, program.bodies["sparse_last"])
+    spared = missed(sizes) - demanded(sizes)
+    assert spared == pytest.approx(recall("next_router", place) * (1 - 1 / 64) * missed(sizes))
+
+
+# --- explained ------------------------------------------------------------------------------------------------------
+
+SOURCES = {
+    "cached_on_8_devices": """\
+use model qwen3_30b_a3b
+use cluster rtx4090_pcie_8x
+cache few {
+  hbm = slots(8)
+  host = 512 GiB per node
+  prefetch = next_router(ahead = 1)
+  pin = [0, 17]
+}
+mesh node on rtx4090_pcie_8x { attention = dp(8)  experts = ep(8) }
+plan serve {
+  run qwen3_30b_a3b on node with few
+  prefill { tokens = 256 }
+  decode { batch = 1 }
+}
+""",
+    "cached_on_1_device": """\
+use model mixtral_8x7b
+cluster desktop {
+  devices = 1  memory = 24 GB  memory_rate = 1 TB/s  compute = peak(bf16 = 165 TFLOP/s)
+  host = link(32 GB/s, latency = 10 us)
+}
+cache desk {
+  hbm = 16 GiB per rank
+  host = 32 GiB per rank
+  nvme = tier("experts", bandwidth = 7 GB/s, latency = 80 us)
+  prefetch = next_router(ahead = 1)
+}
+mesh one on desktop { attention = dp(1) }
+plan serve {
+  run mixtral_8x7b on one with desk
+  prefill { tokens = 64 }
+  decode { batch = 1 }
+}
+""",
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_explained_plans(name: str, tmp_path: Path, golden: Callable[[Path, str], None]) -> None:
+    path = tmp_path / f"{name}.moe"
+    path.write_text(SOURCES[name])
+    golden(GOLDEN / f"{name}.txt", explain_plan(json.loads(json.dumps(compile(path).document))))
