@@ -50,7 +50,11 @@ mesh ranks on box[1] {{ attention = dp({ep})  experts = ep({ep}) }}
 cache few {{
   {cache}
 }}
-plan serve {{ run toy on ranks with few  prefill {{ tokens = {tokens}  {phase} }}  decode {{ batch = {batch}  {phase} }} }}
+plan serve {{
+  run toy on ranks with few
+  prefill {{ tokens = {tokens}  {phase} }}
+  decode {{ batch = {batch}  {phase} }}
+}}
 """
 #: An expert has 1.5 MiB: 50 us at this rate.
 HOST = "host = tier(1 GiB per rank, bandwidth = 31.4 GB/s)"
@@ -220,7 +224,7 @@ def test_eviction_by_a_trace_is_planned_with_that_trace(tmp_path: Path) -> None:
         name: section(tmp_path, f'hbm = slots(4)  {HOST}  evict = trace("{name}.npz")', trace=run)["phases"]["decode"]
         for name in ("same", "other")
     }
-    assert rates["same"]["hit_rate"] > 0.5 > 0.2 > rates["other"]["hit_rate"]
+    assert rates["same"]["hit_rate"] > 0.5 > 0.4 > rates["other"]["hit_rate"]
 
 
 # --- prefetch -------------------------------------------------------------------------------------------------------
@@ -248,7 +252,7 @@ def test_a_short_prompt_is_not_prefetched_for(tmp_path: Path) -> None:
     assert token["chosen"] is not None and token["reason"].startswith("predicted gain ")
 
 
-@pytest.mark.parametrize(("rate", "chosen"), [("31.4", {"place": "ffn", "most": 1}), ("3.5", None)])
+@pytest.mark.parametrize(("rate", "chosen"), [("31.4", {"place": "ffn", "most": 2}), ("3.5", None)])
 def test_what_is_fetched_for_nothing_must_have_time(rate: str, chosen: Any, tmp_path: Path) -> None:
     """`history` is wrong more often than right: on a slow link every copy too much is one to wait for."""
     written(tmp_path / "t.npz", random_ids(3, 40, 2, 16), 16)
