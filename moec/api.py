@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from moec.artifact import Artifact
 from moec.artifact import load as load_artifact
 from moec.cache_files import CacheSettings, find_cache
+from moec.runtime.expert_notes import OneNote
 from moec.runtime.generate import Request, collect_logits, generate
 from moec.runtime.launch import run_ranks
 from moec.runtime.launch_rank import Rank
@@ -54,11 +55,12 @@ class Model:
 
     def _run(self, request: Request) -> tuple[list[list[int]], list[Tensor]]:
         check_prompts(request.prompts, request.max_new_tokens, read_limits(self.artifact))
-        with tempfile.TemporaryDirectory(prefix="moec-") as made:
+        with tempfile.TemporaryDirectory(prefix="moec-") as made, OneNote() as warn:
+            settings = replace(self.cache, warn=warn)
             kept = Path(made) / "logits.safetensors"
 
             def main(rank: Rank) -> object:
-                session = open_session(self.artifact, self.folder, rank, settings=self.cache)
+                session = open_session(self.artifact, self.folder, rank, settings=settings)
                 result = generate(session, request, session.limits, session.place)
                 if request.keep_logits:
                     rows = collect_logits(request, result, session.limits, session.place)

@@ -94,7 +94,7 @@ def prepare(options: Options) -> Job:
     sampling = Sampling(options.temperature, options.seed)
     request = Request(prompts, options.max_new_tokens, eos, sampling, options.logits is not None)
     cache = find_cache(artifact.document, artifact.bases(options.source), options.is_emulated)
-    cache = replace(cache, warn=OneNote("E0641", "E0642"))
+    cache = replace(cache, warn=OneNote())
     if options.record is not None:
         check_recordable(artifact.programs)
     for path in (options.logits, options.timeline, options.record):
