@@ -11,7 +11,7 @@ from moec.cache.policies import policy_named
 from moec.cache.policy import Key
 from moec.cache.residency import least_slots
 from moec.diagnostics import CompileError, Diagnostic
-from moec.ir import Body, Cache, Program, is_op, op_of
+from moec.ir import Body, Cache, Program, op_of
 from moec.ir_slots import is_cached, most_held
 from moec.ops import WIDTH
 
@@ -57,15 +57,16 @@ def cached_params(program: Program, body: Body) -> list[str]:
     return expert_params(body) if is_cached(program) else []
 
 
+def tables_of(program: Program) -> dict[int, str]:
+    """The table of experts of each sparse layer, in order."""
+    routes = [(body, node) for body, node in program.nodes() if op_of(node).name == "route"]
+    found = {layer: str(node.kwargs["table"]) for body, node in routes for layer in program.layers_of(body.name)}
+    return dict(sorted(found.items()))
+
+
 def held_experts(program: Program, ep_rank: int) -> list[tuple[int, ...]]:
     """Experts of each sparse layer that a rank of an ep group holds."""
-    tables = {
-        layer: str(node.kwargs["table"])
-        for body, node in program.nodes()
-        if is_op(node) and op_of(node).name == "route"
-        for layer in program.layers_of(body.name)
-    }
-    return [program.placements[tables[layer]].slots[ep_rank] for layer in sorted(tables)]
+    return [program.placements[table].slots[ep_rank] for table in tables_of(program).values()]
 
 
 def pinned_keys(cache: Cache, held: list[tuple[int, ...]]) -> list[Key]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from moec.cache_sizes import most_pinned
+from moec.cache_sizes import most_pinned, tables_of
 from moec.cost import node_cost
 from moec.cost_cache import PLACES, copies, missed, recall, spared
 from moec.cost_exchange import copy_body
@@ -70,16 +70,21 @@ def plan_prefetches(program: Program, start: Start) -> dict[Pair, Prefetch]:
 
 
 def pairs(program: Program) -> dict[Pair, list[int]]:
-    """Layers by the pair they are of; no later body where nothing is cached there, or nothing can be guessed here."""
+    """Layers by the pair they are of; no later body where nothing is cached there, or nothing can be guessed here.
+
+    What follows a choice is known among the experts of one table only.
+    """
     cache = program.cache
     assert cache is not None
     cached = _having(program, "cached_experts") if is_cached(program) and cache.prefetch != "none" else {}
-    routed = _having(program, "route")
+    tables = tables_of(program)
     sources = {_source(sorted(cached), index, cache.ahead): layer for index, layer in enumerate(sorted(cached))}
     found: dict[Pair, list[int]] = {}
     for run in program.runs:
         for layer in run.layers:
-            later = sources.get(layer) if cache.prefetch == "next_router" or layer in routed else None
+            later = sources.get(layer)
+            if later is not None and cache.prefetch == "history" and tables.get(layer) != tables[later]:
+                later = None
             pair = (run.body, "", 0) if later is None else (run.body, cached[later], later - layer)
             found.setdefault(pair, []).append(layer)
     return found

@@ -36,7 +36,7 @@ GOLDEN = ROOT / "tests" / "golden" / "explain"
 
 SOURCE = """
 cluster box {{
-  devices = {ep}  memory_rate = 100 GB/s  compute = peak(fp32 = 1 TFLOP/s)
+  devices = {devices}  memory_rate = 100 GB/s  compute = peak(fp32 = 1 TFLOP/s)
   intra = link(50 GB/s, latency = 1 us)
 }}
 model toy {{
@@ -46,7 +46,7 @@ model toy {{
   experts routed = {experts} * swiglu(256)
   {layers}
 }}
-mesh ranks on box[1] {{ attention = dp({ep})  experts = ep({ep}) }}
+mesh ranks on box[1] {{ {stages}  attention = dp({ep})  experts = ep({ep}) }}
 cache few {{
   {cache}
 }}
@@ -62,9 +62,9 @@ LAYERS = "layers 0..2 { grouped moe(ranked, routed) }"
 
 
 def source(folder: Path, cache: str, **changes: Any) -> Path:
-    words = {"ep": 1, "experts": 16, "layers": LAYERS, "tokens": 64, "batch": 1, "phase": "", "heads": 8} | changes
+    words = {"ep": 1, "experts": 16, "layers": LAYERS, "tokens": 64, "batch": 1, "phase": "", "heads": 8, "stages": ""} | changes
     path = folder / "toy.moe"
-    path.write_text(SOURCE.format(cache=cache, **words))
+    path.write_text(SOURCE.format(cache=cache, **({"devices": words["ep"]} | words)))
     return path
 
 
@@ -138,6 +138,23 @@ def test_a_trace_of_another_model_is_refused_when_compiled(setting: str, tmp_pat
     with pytest.raises(MoecError, match="it has 2 sparse layers, the model 3") as refused:
         section(tmp_path, f"hbm = slots(4)  {HOST}  {setting}")
     assert refused.value.diagnostics[0].code == "E0781"
+
+
+def test_each_stage_of_a_pipeline_has_a_cache_of_its_own(tmp_path: Path) -> None:
+    """Of 5 layers the first stage has one sparse one, the second two; the slots of the larger one count."""
+    layers = "layers 0..1 { grouped swiglu(64) } layers 2..4 { grouped moe(ranked, routed) }"
+    cache = f"hbm = slots(4)  {HOST}  pin = [1]  prefetch = next_router(ahead = 1)"
+    settings = {"layers": layers, "stages": "stages = pp(2)", "devices": 2}
+    found = section(tmp_path, cache, **settings)
+    assert found["arena_bytes"] == 2 * 4 * 3 * 512 * 256 * 4
+    layers_of = {name: [layer["layers"] for layer in phase["on_demand"]] for name, phase in found["phases"].items()}
+    assert layers_of["decode, stage 0"] == [[2]] and layers_of["decode, stage 1"] == [[3, 4]]
+    (first,), (second,) = (found["phases"][f"decode, stage {stage}"]["prefetch"] for stage in range(2))
+    assert (first["body"], first["layers"], first["later"]) == ("dense", [1], {"body": "sparse", "distance": 1})
+    assert (second["body"], second["layers"]) == ("sparse", [3])
+    only_dense = settings | {"layers": layers.replace("0..1", "0..2").replace("2..4", "3..4")}
+    assert set(section(tmp_path, cache, **only_dense)["phases"]) == {"prefill, stage 1", "decode, stage 1"}
+    assert explained(tmp_path, cache, **only_dense).count("expert cache: ") == 2
 
 
 # --- slots ----------------------------------------------------------------------------------------------------------
@@ -278,6 +295,16 @@ def test_where_rates_are_unknown_only_what_a_step_needs_decides(tmp_path: Path) 
     text = explained(tmp_path, f"hbm = slots(4)  host = tier()  {AHEAD}")
     assert "of 2 experts 1 layer later: rates are not known: before the experts, as many as fit" in text
     assert "nan" not in text.lower()
+
+
+def test_history_is_of_one_table() -> None:
+    """Which expert 3 of one table follows expert 3 of another says nothing."""
+    first, second = moe(16), moe(12)
+    second = replace(second, routed=replace(second.routed, name="other"))
+    for by, distances in (("history", [1, 0, 1, 0]), ("next_router", [1, 1, 1, 0])):
+        made = plan([first, first, second, second], cache=few(2, by))
+        found = pairs(compiled(made, "cache-experts"))
+        assert [distance for _, distance in sorted((layer, p[2]) for p in found for layer in found[p])] == distances
 
 
 def test_a_plan_without_prefetch_still_says_what_copies_cost(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from moec.checked import Gqa, Mla, Moe, Swiglu
 from moec.cost_cache import PLACES, place_of
 from moec.ir import Program, op_of
 from moec.ir_parse import parse
+from moec.ir_proof import prove
 from moec.ir_text import print_program
 from moec.passes import PASSES, Pass, place_prefetch
 from moec.passes.runner import run_passes
@@ -137,6 +138,7 @@ def test_a_prefetch_anywhere_changes_nothing(exchange: str, combine: str, monkey
 
         monkeypatch.setattr(place_prefetch, "plan_prefetches", decide)
         program = compiled(replace(made, cache=few(1, by)))
+        prove(program)
         assert torch.equal(evaluate(program, weights, steps), correct)
         starts = [(body, node) for body, node in program.nodes() if op_of(node).name == "prefetch.start"]
         assert {place_of(body, node) for body, node in starts} == {place}
