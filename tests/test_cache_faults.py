@@ -204,7 +204,6 @@ def test_a_folder_that_is_not_there_is_an_error(home: Path) -> None:
     [
         ("posix_fallocate", errno.ENOSPC, f".moec`: {FILE_BYTES} bytes are needed"),
         ("pwrite", errno.ENOSPC, "no space for the expert file"),
-        ("pwrite", errno.EIO, "cannot be written: Input/output error"),
         ("fsync", errno.EIO, "cannot be written: Input/output error"),
         ("replace", errno.EROFS, "cannot be written: Read-only file system"),
     ],
