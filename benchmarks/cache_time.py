@@ -1,16 +1,17 @@
 """Time to first token and per token with experts behind emulated tiers, as ratios to all experts resident, in one run.
 
-    python benchmarks/cache_time.py MODEL_FOLDER TEXT_FILE [--repeats N] [--tokens N] [--json FILE]
+    python benchmarks/cache_time.py MODEL_FOLDER TEXT_FILE... [--repeats N] [--tokens N] [--json FILE]
 
-1. The resident model gives the time of a layer, and a cache of a quarter of the experts how many a layer misses.
-2. The host tier's rate is such that the copies a layer misses on demand take as long as the layer computes; the nvme
-   tier has a quarter of it (2 GB/s and 500 MB/s in proportion). The plan's cluster is told the layer's time too.
-3. In each repetition every case runs the same prompt, one after the other, and greedy tokens behind it. `warm` cases
-   keep their cache from repetition to repetition, `cold` ones start without any expert in a slot.
+1. The resident model gives the time of a layer and a routing trace, which plans are costed with; a cache of a quarter
+   of the experts gives what a layer misses on demand.
+2. The host tier's rate is such that the copies of the experts that a layer misses take as long as the layer computes;
+   the nvme tier has a quarter of it (2 GB/s and 500 MB/s in proportion). The plan's cluster is told that time too.
+3. In each repetition every case runs the same prompts, one of each text at once, and greedy tokens behind them, case
+   after case. `warm` cases keep their cache from one to the next, `cold` ones start without any expert in a slot.
 
-`ttft` is the time of the prompt's step, `token` the mean time of the tokens behind the first. `copied / floor`: bytes
-the prompt's step copied over those of each active expert that had no slot, once. One rank of one thread; every case
-gives the resident model's tokens, or the run ends.
+`ttft` is the time of the prompts' step, `token` the mean time of the steps behind it. `copied / floor`: bytes that the
+prompts' step copied over those of each active expert that had no slot, once. One rank of one thread; every case gives
+the resident model's tokens, or the run ends.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from moec.artifact import Artifact
+from moec.cache.trace import write_trace
 from moec.cache_files import CacheSettings
 from moec.compiler import compile
 from moec.importer import import_model
@@ -33,13 +36,15 @@ from moec.runtime.expert_cache import ExpertCache
 from moec.runtime.generate import Request, generate
 from moec.runtime.launch import run_ranks
 from moec.runtime.launch_rank import Rank
-from moec.runtime.routing_record import Recorder
+from moec.runtime.routing_record import Recorder, gather_trace
 from moec.runtime.session import Session, open_session
 from moec.runtime.text import Text
 
-PROMPT, LONG_PROMPT = 64, 512
+#: Tokens of a prompt.
+PROMPT, LONG_PROMPT = 32, 128
+Batch = list[list[int]]
+T = TypeVar("T")
 TIMES = ("ttft", "token")
-SETTINGS = ("plan.compute=fp32", "plan.decode.batch=1", f"plan.prefill.tokens={LONG_PROMPT}")
 
 
 @dataclass(frozen=True)
@@ -54,13 +59,14 @@ class Case:
     prompt: int = PROMPT
 
 
+QUARTER_ON_DEMAND = Case("warm 25% on demand", 0.25)
 GUESS = "next_router(ahead = 1)"
 CASES = (
     Case("resident"),
     Case("warm 50% prefetch", 0.5, GUESS),
     Case("warm 50% on demand", 0.5),
     Case("warm 25% prefetch", 0.25, GUESS),
-    Case("warm 25% on demand", 0.25),
+    QUARTER_ON_DEMAND,
     Case("warm 25% nvme", 0.25, GUESS, "nvme"),
     Case("cold 25% on demand", 0.25, is_cold=True),
     Case("cold 25% prefetch", 0.25, GUESS, is_cold=True),
@@ -72,10 +78,14 @@ CASES = (
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes per second of the tiers, and of device memory as the plan's cluster has it; None: not known yet."""
+    """Bytes per second of the tiers, and of device memory as the plan's cluster has it; None: not known yet.
+
+    `trace`: real routing, None: random.
+    """
 
     host: float | None = None
     memory: float | None = None
+    trace: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -88,8 +98,8 @@ class Sample:
     floor: int = 0
 
 
-def compile_case(folder: Path, work: Path, case: Case, rates: Rates) -> Artifact:
-    """The model of `folder` under the cache of a case."""
+def compile_case(folder: Path, work: Path, case: Case, batch: int, rates: Rates) -> Artifact:
+    """The model of `folder` under the cache of a case, for so many prompts at once."""
     source = work / f"{case.name.replace(' ', '-')}.moe"
     text = import_model(folder, output=source)
     if rates.memory is not None:
@@ -103,15 +113,16 @@ def compile_case(folder: Path, work: Path, case: Case, rates: Rates) -> Artifact
         text = text.replace("plan serve {", f"cache few {{ {cache} }}\nplan serve {{")
         text = text.replace("on ranks\n", "on ranks with few\n")
     source.write_text(text)
-    return compile(source, overrides=SETTINGS)
+    sizes = (f"plan.decode.batch={batch}", f"plan.prefill.tokens={batch * LONG_PROMPT}")
+    return compile(source, overrides=("plan.compute=fp32", *sizes), trace=rates.trace)
 
 
 def _rate(case: Case, host: float) -> float:
     return host / 1e6 / (4 if case.tier == "nvme" else 1)
 
 
-def measure(session: Session, prompt: list[int], num_tokens: int, active: list[set[int]]) -> tuple[Sample, list[int]]:
-    """One prompt, whose step needs the experts `active` by layer, and greedy tokens behind it."""
+def measure(session: Session, prompts: Batch, num_tokens: int, active: list[set[int]]) -> tuple[Sample, Batch]:
+    """Prompts, whose step needs the experts `active` by layer, and greedy tokens behind them."""
     moments: list[float] = []
     counted: list[int] = []
     floor, before = _floor(session.cache, active), _copied(session.cache)
@@ -121,10 +132,10 @@ def measure(session: Session, prompt: list[int], num_tokens: int, active: list[s
         counted.append(_copied(session.cache))
 
     start = time.perf_counter()
-    request = Request([prompt], num_tokens)
+    request = Request(prompts, num_tokens)
     result = generate(session, request, session.limits, session.place, on_token)
     token = (moments[-1] - moments[0]) / (num_tokens - 1)
-    return Sample(moments[0] - start, token, counted[0] - before, floor), result.tokens[0]
+    return Sample(moments[0] - start, token, counted[0] - before, floor), result.tokens
 
 
 def _copied(cache: ExpertCache | None) -> int:
@@ -142,11 +153,10 @@ def _floor(cache: ExpertCache | None, active: list[set[int]]) -> int:
     return sum(count * cache.contents.blob_bytes(i) for i, count in enumerate(missing))
 
 
-def active_experts(session: Session, prompt: list[int]) -> list[set[int]]:
-    """Experts that the step of a prompt needs, by sparse layer."""
-    recorder = Recorder()
-    session.record(recorder)
-    generate(session, Request([prompt], 1), session.limits, session.place)
+def active_experts(session: Session, recorder: Recorder, prompts: Batch) -> list[set[int]]:
+    """Experts that the step of the prompts needs, by sparse layer."""
+    recorder.steps.clear()
+    generate(session, Request(prompts, 1), session.limits, session.place)
     step = recorder.steps[0]
     return [set(step.ids[layer].ravel().tolist()) for layer in sorted(step.ids)]
 
@@ -154,57 +164,63 @@ def active_experts(session: Session, prompt: list[int]) -> list[set[int]]:
 # --- one run ------------------------------------------------------------------------------------------------------
 
 
-def on_rank(work: Callable[[Rank], object]) -> object:
+def on_rank(work: Callable[[Rank], T]) -> T:
     """What `work` gives on one forked rank of one thread."""
-    return run_ranks(work, 1, threads=1)[0]
+    (found,) = run_ranks(work, 1, threads=1)
+    return found  # type: ignore[return-value]
 
 
-def settle_rates(folder: Path, work: Path, prompts: list[list[int]], num_tokens: int) -> Rates:
+def settle_rates(folder: Path, work: Path, batches: list[Batch], num_tokens: int) -> Rates:
     """Rates under which the copies that a layer misses on demand, at a quarter, take as long as the layer."""
-    plain, demand = (compile_case(folder, work, case, Rates()) for case in (CASES[0], CASES[4]))
+    size, trace = len(batches[0]), work / "routing.npz"
+    plain, demand = (compile_case(folder, work, case, size, Rates()) for case in (CASES[0], QUARTER_ON_DEMAND))
 
-    def main(rank: Rank) -> object:
+    def main(rank: Rank) -> tuple[float, float]:
         session, cached = (open_session(artifact, folder, rank) for artifact in (plain, demand))
-        samples = [measure(session, prompt[:PROMPT], num_tokens, [])[0] for prompt in prompts]
-        cache = cached.cache
-        assert cache is not None
-        copied = [_decode_bytes(cached, cache, prompt[:PROMPT], num_tokens) for prompt in prompts]
+        samples = [measure(session, prompts, num_tokens, [])[0] for prompts in batches]
+        copied = [_step_bytes(cached, prompts, num_tokens) for prompts in batches]
+        recorder = Recorder()
+        session.record(recorder)
+        generate(session, Request(batches[0], num_tokens), session.limits, session.place)
+        found = gather_trace(recorder, session.place, max(plain.prefill.experts.values()))
+        assert found is not None
+        write_trace(trace, found)
         cached.close()
         return statistics.median(s.token for s in samples), statistics.mean(copied[1:])
 
-    token, copied = on_rank(main)  # type: ignore[misc]
-    (decode,) = [program for program in plain.programs if program.phase == "decode"]
-    guessed = compile_case(folder, work, CASES[0], Rates(memory=1e9)).document["phases"]["decode"]["us"]
-    layers = len(decode.sparse_layers)
-    modelled = sum(us * (layers if body == "sparse" else 1) for body, us in guessed.items())
-    return Rates(host=copied / token, memory=1e9 * modelled * 1e-6 / token)
+    token, copied = on_rank(main)
+    program = plain.decode
+    us = compile_case(folder, work, CASES[0], size, Rates(memory=1e9)).document["phases"]["decode"]["us"]
+    modelled = sum(us[run.body] * max(1, len(run.layers)) for run in program.runs)
+    return Rates(host=copied / token, memory=1e9 * modelled * 1e-6 / token, trace=trace)
 
 
-def _decode_bytes(session: Session, cache: ExpertCache, prompt: list[int], num_tokens: int) -> float:
-    """Bytes that a token behind the first copies."""
+def _step_bytes(session: Session, prompts: Batch, num_tokens: int) -> float:
+    """Bytes that a step behind the prompts' copies."""
     counted: list[int] = []
-    request = Request([prompt], num_tokens)
-    generate(session, request, session.limits, session.place, lambda *_: counted.append(_copied(cache)))
+    request = Request(prompts, num_tokens)
+    generate(session, request, session.limits, session.place, lambda *_: counted.append(_copied(session.cache)))
     return (counted[-1] - counted[0]) / (num_tokens - 1)
 
 
-def run(folder: Path, work: Path, prompts: list[list[int]], num_tokens: int, rates: Rates) -> dict[str, list[Sample]]:
+def run(folder: Path, work: Path, batches: list[Batch], num_tokens: int, rates: Rates) -> dict[str, list[Sample]]:
     """Samples of every case; the first repetition warms up and is left out."""
-    artifacts = {case: compile_case(folder, work, case, rates) for case in CASES}
+    artifacts = {case: compile_case(folder, work, case, len(batches[0]), rates) for case in CASES}
 
     def opened(case: Case, rank: Rank) -> Session:
         settings = CacheSettings(nvme=work, is_emulated=case.share < 1.0, is_cold=case.is_cold)
         return open_session(artifacts[case], folder, rank, settings=settings)
 
-    def main(rank: Rank) -> object:
+    def main(rank: Rank) -> dict[str, list[dict[str, float]]]:
         sessions = {case: opened(case, rank) for case in CASES if not case.is_cold}
-        recorded = opened(CASES[0], rank)
+        recorded, recorder = opened(CASES[0], rank), Recorder()
+        recorded.record(recorder)
         found: dict[str, list[dict[str, float]]] = {case.name: [] for case in CASES}
-        for number, prompt in enumerate(prompts):
-            tokens: dict[int, list[int]] = {}
+        for number, prompts in enumerate(batches):
+            tokens: dict[int, Batch] = {}
             for case in CASES:
-                mine = prompt[: case.prompt]
-                active = active_experts(recorded, mine)
+                mine = [prompt[: case.prompt] for prompt in prompts]
+                active = active_experts(recorded, recorder, mine)
                 session = sessions[case] if case in sessions else opened(case, rank)
                 sample, given = measure(session, mine, num_tokens, active)
                 assert tokens.setdefault(case.prompt, given) == given, f"{case.name} gave other tokens"
@@ -216,8 +232,7 @@ def run(folder: Path, work: Path, prompts: list[list[int]], num_tokens: int, rat
             session.close()
         return found
 
-    samples: dict[str, list[dict[str, float]]] = on_rank(main)  # type: ignore[assignment]
-    return {name: [Sample(**sample) for sample in rows] for name, rows in samples.items()}  # type: ignore[arg-type]
+    return {name: [Sample(**sample) for sample in rows] for name, rows in on_rank(main).items()}  # type: ignore[arg-type]
 
 
 def show(found: dict[str, list[Sample]]) -> None:
@@ -241,20 +256,22 @@ def _compared(rows: list[Sample], base: list[Sample], key: str) -> tuple[float, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("text", type=Path)
+    parser.add_argument("texts", type=Path, nargs="+", help="a prompt of each runs in a step")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--json", type=Path, help="write every sample into this file")
     options = parser.parse_args()
-    tokens = Text(options.model).encode(options.text.read_text())
-    prompts = [tokens[i * LONG_PROMPT : (i + 1) * LONG_PROMPT] for i in range(options.repeats + 1)]
-    if len(prompts[-1]) < LONG_PROMPT:
-        parser.error(f"{options.text} has {len(tokens)} tokens, {len(prompts) * LONG_PROMPT} are needed")
+    texts = [Text(options.model).encode(path.read_text()) for path in options.texts]
+    cuts = [slice(i * LONG_PROMPT, (i + 1) * LONG_PROMPT) for i in range(options.repeats + 1)]
+    if cuts[-1].stop > min(map(len, texts)):
+        parser.error(f"a text has {min(map(len, texts))} tokens, {cuts[-1].stop} are needed")
+    batches = [[tokens[cut] for tokens in texts] for cut in cuts]
+    short = [[prompt[:PROMPT] for prompt in batch] for batch in batches[:4]]
     with tempfile.TemporaryDirectory() as work:
-        rates = settle_rates(options.model, Path(work), prompts[:4], options.tokens)
+        rates = settle_rates(options.model, Path(work), short, options.tokens)
         assert rates.host is not None
         print(f"host tier {rates.host / 1e6:.0f} MB/s, nvme tier {rates.host / 4e6:.0f} MB/s")
-        found = run(options.model, Path(work), prompts, options.tokens, rates)
+        found = run(options.model, Path(work), batches, options.tokens, rates)
     show(found)
     if options.json is not None:
         options.json.write_text(json.dumps({name: [asdict(s) for s in rows] for name, rows in found.items()}))

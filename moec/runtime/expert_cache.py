@@ -113,25 +113,27 @@ class ExpertCache:
             taken.add(use.slot)
         return {use.expert: use.slot for use in uses}
 
-    def serve(self, layer: int) -> Iterator[int]:
-        """The experts that `demand` claimed, each once it is in its slot, where it stays until the next is asked for.
+    def serve(self, layer: int) -> Iterator[list[int]]:
+        """The experts that `demand` claimed: those that are there together, then the others as they come.
+
+        Each is in its slot until the next ones are asked for.
 
         Raises:
             MoecError: an expert could not be read.
         """
         index, waiting = self._index[layer], self._uses.pop(layer)
-        begun = self._first_of_each_slot(waiting)
         while waiting:
-            use = next((u for u in begun if self._is_there(u)), begun[0])
-            if (transfer := self._moving.pop(use.slot, None)) is not None:
-                self.arrivals.waited += not transfer.is_done
-                transfer.wait()
-            yield use.expert
-            waiting.remove(use)
-            begun.remove(use)
-            if (following := next((u for u in waiting if u.slot == use.slot), None)) is not None:
-                self._begin(index, following)
-                begun.append(following)
+            begun = self._first_of_each_slot(waiting)
+            ready = [use for use in begun if self._is_there(use)] or begun[:1]
+            for use in ready:
+                if (transfer := self._moving.pop(use.slot, None)) is not None:
+                    self.arrivals.waited += not transfer.is_done
+                    transfer.wait()
+            yield [use.expert for use in ready]
+            waiting = [use for use in waiting if use not in ready]
+            for use in self._first_of_each_slot(waiting):
+                if use.is_loaded and use not in begun:
+                    self._begin(index, use)
 
     @property
     def num_rereads(self) -> int:

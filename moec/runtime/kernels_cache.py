@@ -33,7 +33,13 @@ def guess(
     eps: float,
     **choice: Any,
 ) -> Tensor:
-    """The experts that a later layer's norm and router would choose for these rows: i64 [S, k]."""
+    """The experts that a later layer's norm and router would choose for these rows: i64 [S, k].
+
+    What a plain softmax router prefers is what has the largest products, and a row's norm scales all of them alike: so
+    neither is computed. Equal scores are not told apart as `route` does; a guess may be wrong.
+    """
+    if choice["score"] == "softmax" and choice["groups"] == 1 and bias_E is None:
+        return F.linear(x_SD.float() * norm_D.float(), router_ED.float()).topk(choice["top"], dim=-1).indices
     logits_SE = router_logits(ctx, rms_norm(ctx, x_SD, norm_D, eps=eps), router_ED)
     return route(ctx, logits_SE, bias_E, **choice, renormalize=False, scale=1.0, table="guess")[0]
 
@@ -78,20 +84,31 @@ def cached_experts(
     against reading an expert.
     """
     assert ctx.cache is not None and ctx.layer is not None
-    place = {expert: m for m, expert in enumerate(ctx.held_experts(table))}
+    place = _places(ctx, table)
     ends, slots = [0, *offsets_M.tolist()], slots_M.tolist()
-    out_XD = torch.empty_like(rows_XD)
-    wide_XG, act_XI = (
-        rows_XD.new_empty(rows_XD.shape[0], width) for width in (gate_up_CGD.shape[1], down_CDI.shape[2])
-    )
+    out_XD, num_rows = torch.empty_like(rows_XD), rows_XD.shape[0]
+    wide_XG, act_XI = (rows_XD.new_empty(num_rows, width) for width in (gate_up_CGD.shape[1], down_CDI.shape[2]))
     num_served = 0
-    for expert in ctx.cache.serve(ctx.layer):
-        m = place[expert]
-        mine, slot = slice(ends[m], ends[m + 1]), slots[m]
-        gate, up = torch.mm(rows_XD[mine], gate_up_CGD[slot].t(), out=wide_XG[mine]).chunk(2, dim=-1)
-        torch.mul(F.silu(gate), up, out=act_XI[mine])
-        torch.mm(act_XI[mine], down_CDI[slot].t(), out=out_XD[mine])
-        num_served += ends[m + 1] - ends[m]
-    if num_served != rows_XD.shape[0]:
-        raise lost_rows(ctx, f"cached experts were given {num_served} of {rows_XD.shape[0]} rows")
+    for experts in ctx.cache.serve(ctx.layer):
+        mine = [(slots[m], slice(ends[m], ends[m + 1])) for m in map(place.__getitem__, experts)]
+        for slot, rows in mine:
+            torch.mm(rows_XD[rows], gate_up_CGD[slot].t(), out=wide_XG[rows])
+        here = sum(rows.stop - rows.start for _, rows in mine)
+        for rows in [slice(0, num_rows)] if here == num_rows else [rows for _, rows in mine]:
+            gate, up = wide_XG[rows].chunk(2, dim=-1)
+            torch.mul(F.silu(gate), up, out=act_XI[rows])
+        for slot, rows in mine:
+            torch.mm(act_XI[rows], down_CDI[slot].t(), out=out_XD[rows])
+        num_served += here
+    if num_served != num_rows:
+        raise lost_rows(ctx, f"cached experts were given {num_served} of {num_rows} rows")
     return out_XD
+
+
+def _places(ctx: Context, table: str) -> dict[int, int]:
+    """Where each expert stands among those of this rank."""
+    key = ("place among those held", table)
+    if key not in ctx.memo:
+        ctx.memo[key] = {expert: m for m, expert in enumerate(ctx.held_experts(table))}
+    found: dict[int, int] = ctx.memo[key]
+    return found
