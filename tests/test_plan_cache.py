@@ -62,7 +62,8 @@ LAYERS = "layers 0..2 { grouped moe(ranked, routed) }"
 
 
 def source(folder: Path, cache: str, **changes: Any) -> Path:
-    words = {"ep": 1, "experts": 16, "layers": LAYERS, "tokens": 64, "batch": 1, "phase": "", "heads": 8, "stages": ""} | changes
+    sizes = {"ep": 1, "experts": 16, "tokens": 64, "batch": 1, "heads": 8}
+    words = sizes | {"layers": LAYERS, "phase": "", "stages": ""} | changes
     path = folder / "toy.moe"
     path.write_text(SOURCE.format(cache=cache, **({"devices": words["ep"]} | words)))
     return path
