@@ -72,9 +72,16 @@ def missed(sizes: Sizes) -> float:
     return (1.0 - hit_rate(sizes.program)) * sizes.active_experts()
 
 
-def recall(by: str, place: str) -> float:
-    """Share of what a prefetch begun at `place` fetches that its layer needs."""
-    return HISTORY_RECALL if by == "history" else ROUTER_RECALL[place]
+def recall(program: Program, by: str, place: str) -> float:
+    """Share of what a prefetch begun at `place` fetches that its layer needs.
+
+    A trace with guesses says how often routers are right in this model, not from where they were asked: that is taken
+    to have been before the experts.
+    """
+    if by == "history":
+        return HISTORY_RECALL
+    traced = program.routing.recall if program.routing is not None else None
+    return ROUTER_RECALL[place] if traced is None else min(1.0, traced * ROUTER_RECALL[place] / ROUTER_RECALL["ffn"])
 
 
 def spared(sizes: Sizes, most: int, share: float) -> float:
@@ -94,7 +101,7 @@ def prefetched(program: Program, body: Body) -> tuple[int, float]:
             if is_op(node) and op_of(node).name == "prefetch.start":
                 ahead = int(str(node.kwargs["ahead"]))
                 if any(layer + ahead in program.layers_of(body.name) for layer in program.layers_of(other.name)):
-                    return int(str(node.kwargs["most"])), recall(str(node.kwargs["by"]), place_of(other, node))
+                    return int(str(node.kwargs["most"])), recall(program, str(node.kwargs["by"]), place_of(other, node))
     return 0, 0.0
 
 

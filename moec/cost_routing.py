@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, cached_property, lru_cache
 from typing import Protocol
@@ -123,17 +123,20 @@ class TracedRouting:
 class RoutingTrace:
     """Expert choices of real tokens: `expert_ids` [sparse layers, tokens, k], layers in the order of the model.
 
-    `learned`: the same of the trace that a cache's eviction goes by, where it is another one. Whether they fit a model
-    is for who reads them to say (`moec.plan_trace`).
+    `learned`: the same of the trace that a cache's eviction goes by, where it is another one. `recall`: the share of
+    what the routers were guessed to choose that they chose, where guesses were recorded. Whether they fit a model is
+    for who reads them to say (`moec.plan_trace`).
     """
 
     expert_ids: NDArray[np.integer]
     learned: NDArray[np.integer] | None = None
+    recall: float | None = None
 
     def part(self, layers: Sequence[int]) -> RoutingTrace:
         """The trace of some of the sparse layers, numbered from 0."""
         chosen = list(layers)
-        return RoutingTrace(self.expert_ids[chosen], None if self.learned is None else self.learned[chosen])
+        learned = None if self.learned is None else self.learned[chosen]
+        return replace(self, expert_ids=self.expert_ids[chosen], learned=learned)
 
     def popularity(self, num_experts: int) -> NDArray[np.integer]:
         """How often each expert was chosen in what eviction goes by: [sparse layers, experts]."""

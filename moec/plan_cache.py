@@ -11,7 +11,7 @@ from typing import Any
 from moec.cache.trace import read_trace
 from moec.cache_sizes import DEVICE_PIECE_BYTES, arena_bytes, host_experts, layer_bytes
 from moec.checked import Plan
-from moec.cost_cache import copies, demanded, hit_rate, prefetched
+from moec.cost_cache import copies, demanded, hit_rate, prefetched, recall
 from moec.cost_exchange import copy_body
 from moec.cost_sizes import sizes_of
 from moec.ir import Body, Program, op_of
@@ -42,7 +42,8 @@ class CacheTables:
             before = self._before[place]
             layers = pairs(before)
             decided = [_decision(pair, found, layers[pair]) for pair, found in step.compare(before).items()]
-            self.found[place] = {"on_demand": _on_demand(before), "prefetch": decided}
+            predictor = _predictor(before) if decided else None
+            self.found[place] = {"predictor": predictor, "on_demand": _on_demand(before), "prefetch": decided}
 
 
 def cache_document(
@@ -125,6 +126,14 @@ def _tiers(programs: Sequence[Program]) -> list[dict[str, Any]]:
         }
         for tier in first.cache.tiers
     ]
+
+
+def _predictor(program: Program) -> dict[str, Any]:
+    """How often what is fetched ahead is counted on to be needed, if it begins before the experts."""
+    assert program.cache is not None
+    by, routing = program.cache.prefetch, program.routing
+    is_traced = by == "next_router" and routing is not None and routing.recall is not None
+    return {"by": by, "recall": round(recall(program, by, "ffn"), 4), "is_traced": is_traced}
 
 
 def _on_demand(program: Program) -> list[dict[str, Any]]:

@@ -114,7 +114,7 @@ def plan_prefetch(program: Program, pair: Pair, start: Start) -> Prefetch:
         return _unknown(model, room)
     known = {place: trial for place, trial in trials.items() if trial is not None}
     options = [
-        (Option(place, n), model.layer(n, recall(cache.prefetch, place), guess_us, window_us))
+        (Option(place, n), model.layer(n, recall(program, cache.prefetch, place), guess_us, window_us))
         for place, (guess_us, window_us) in known.items()
         for n in range(1, room + 1)
     ]
@@ -221,7 +221,7 @@ def _against(model: LayerModel, by: str, plain: float, best: float) -> str:
         return f"copies on demand are hidden as it is: {many}"
     if displaces := _displaces(model):
         return displaces
-    share = recall(by, "ffn")
+    share = recall(model.program, by, "ffn")
     if model.copy_us(model.misses - spared(model.sizes, 1, share) + 1) > plain * (1 - LEAST_GAIN):
         wrong = f"{1 - share:.0%} of what {by} names is not needed"
         return f"the copies themselves take the time: {many} are missed, and {wrong}"

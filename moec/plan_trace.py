@@ -36,8 +36,20 @@ def open_trace(path: Path, model: Model) -> PlanTrace:
     """The trace of a file. Raises E0780 where it is damaged, E0781 where it is of another model."""
     trace = check_fit(read_trace(path), path, model)
     own = {phase: trace.of_phase(number) for phase, number in PHASES.items()}
-    routing = {phase: RoutingTrace(ids if ids.shape[1] else trace.expert_ids) for phase, ids in own.items()}
+    recall = _recall(trace)
+    routing = {
+        phase: RoutingTrace(ids if ids.shape[1] else trace.expert_ids, recall=recall) for phase, ids in own.items()
+    }
     return PlanTrace(path.name, hashlib.sha256(path.read_bytes()).hexdigest(), routing)
+
+
+def _recall(trace: Trace) -> float | None:
+    """Share of the experts guessed for a token that it chose; None where nothing was guessed."""
+    guessed = trace.predicted_ids
+    if guessed is None or not (guessed >= 0).any():
+        return None
+    right = (guessed[:, :, :, None] == trace.expert_ids[:, :, None, :]).any(axis=3)
+    return float(right[guessed >= 0].mean())
 
 
 def check_fit(trace: Trace, path: Path, model: Model) -> Trace:

@@ -282,6 +282,21 @@ def test_what_is_fetched_for_nothing_must_have_time(rate: str, chosen: Any, tmp_
         assert found["reason"] == f"the copies themselves take the time: {reason}"
 
 
+@pytest.mark.parametrize(
+    ("num_right", "chosen"), [(2, {"place": "ffn", "most": 2}), (1, {"place": "ffn", "most": 1}), (0, None)]
+)
+def test_guesses_in_the_trace_say_how_often_a_router_is_right(num_right: int, chosen: Any, tmp_path: Path) -> None:
+    """Of two guesses for each token so many are what it then chose; none were made for the first layer."""
+    ids = random_ids(3, 200, 2, 16)
+    others = np.stack([np.setdiff1d(np.arange(16), row)[:2] for row in ids.reshape(-1, 2)]).reshape(ids.shape)
+    guesses = np.where(np.arange(2) < num_right, ids, others)
+    guesses[0] = -1
+    trace = written(tmp_path / "t.npz", ids, 16, predicted_ids=guesses)
+    phase = section(tmp_path, f"hbm = slots(4)  {HOST}  {AHEAD}", trace=trace)["phases"]["decode"]
+    assert phase["predictor"] == {"by": "next_router", "recall": num_right / 2, "is_traced": True}
+    assert phase["prefetch"][0]["chosen"] == chosen
+
+
 def test_a_step_that_uses_all_experts_prefetches_none(tmp_path: Path) -> None:
     (prompt,) = decisions(tmp_path, f"hbm = slots(4)  {HOST}  {AHEAD}", "prefill")
     reason = "a step uses 16.0 of 16 experts: what is fetched ahead takes the slots of others that it needs"
@@ -332,7 +347,7 @@ def test_what_a_prefetch_spares_is_counted_for_its_place(place: str, monkeypatch
     assert place_of(body, start) == place
     sizes = sizes_of(program, program.bodies["sparse_last"])
     spared = missed(sizes) - demanded(sizes)
-    assert spared == pytest.approx(recall("next_router", place) * (1 - 1 / 64) * missed(sizes))
+    assert spared == pytest.approx(recall(program, "next_router", place) * (1 - 1 / 64) * missed(sizes))
 
 
 # --- explained ------------------------------------------------------------------------------------------------------
