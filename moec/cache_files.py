@@ -59,7 +59,8 @@ def _find_folder(written: str | None, bases: Sequence[Path]) -> Path | None:
         return None
     folder = next((base / written for base in bases if (base / written).is_dir()), None)
     if folder is None:
-        message = f"the folder for experts `{bases[0] / written}` does not exist"
+        first = bases[0] / written
+        message = f"the folder for experts `{first}` {'is no folder' if first.exists() else 'does not exist'}"
         raise fail("E0640", message, "create it, or name another one at `nvme`")
     return folder
 

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -291,13 +292,13 @@ def test_what_a_killed_run_left_is_no_obstacle(
 # --- while it is read ---------------------------------------------------------------------------------------------
 
 
-def strike(monkeypatch: pytest.MonkeyPatch, fault: Callable[[], object], rank: int | None = None) -> None:
+def strike(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Session], object], rank: int | None = None) -> None:
     """Have a rank (each, where none is named) do `fault` before its first step of decoding."""
     decode, done = Session.decode, []
 
     def struck(self: Session, step: Any) -> Any:
         if not done and rank in (None, self.place.rank):
-            fault()
+            fault(self)
         done.append(step)
         return decode(self, step)
 
@@ -335,15 +336,38 @@ def test_a_file_that_fails_during_the_run_is_replaced_by_the_checkpoint(
     filled: Path, resident: list[list[int]], monkeypatch: pytest.MonkeyPatch, fault: Callable[[Path], None], words: str
 ) -> None:
     """F09."""
-    strike(monkeypatch, lambda: fault(filled))
+    strike(monkeypatch, lambda _: fault(filled))
     done = ended(start(filled))
     assert (served(done, resident)["rereads"] > 0) == bool(words)
     assert notes(done) == (["E0642"] if words else [])
     assert words in done.err
 
 
+def test_a_slow_disk_is_no_rank_that_is_stuck(
+    filled: Path, resident: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a rank waits for a copy, it has as long to do so as when it loads."""
+
+    def slow(session: Session) -> None:
+        preadv, status = os.preadv, session.place.status
+
+        def read(descriptor: int, *args: Any) -> int:
+            deadline = time.monotonic() + 15
+            while status.section != "load" and time.monotonic() < deadline:
+                time.sleep(0.01)
+            with (filled / "sections").open("a") as file:
+                file.write(f"{status.section}{status.place}\n")
+            return preadv(descriptor, *args)
+
+        os.preadv = read
+
+    strike(monkeypatch, slow)
+    served(ended(start(filled)), resident)
+    assert set((filled / "sections").read_text().splitlines()) == {"load"}
+
+
 def test_an_expert_that_is_nowhere_ends_the_run(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lose() -> None:
+    def lose(_: Session) -> None:
         overwrite(filled)
         (filled / "model.safetensors").unlink(missing_ok=True)
 
@@ -353,7 +377,7 @@ def test_an_expert_that_is_nowhere_ends_the_run(filled: Path, monkeypatch: pytes
 
 
 def test_a_rank_that_loses_an_expert_ends_all(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    strike(monkeypatch, lambda: _fail_reads(".moec", ".safetensors"), rank=1)
+    strike(monkeypatch, lambda _: _fail_reads(".moec", ".safetensors"), rank=1)
     line = lost(ended(start(filled)), filled)
     assert "(rank 1, pid " in line
     assert f"in the checkpoint `{filled}/model.safetensors` cannot be read: Input/output error" in line

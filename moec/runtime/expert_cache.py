@@ -25,6 +25,7 @@ from moec.runtime.expert_copier import Copier
 from moec.runtime.expert_file import Contents, Key
 from moec.runtime.expert_lane import Transfer
 from moec.runtime.expert_tiers import NvmeTier
+from moec.runtime.launch_status import Status
 
 #: Slots start at multiples of this, as torch's own tensors do.
 ALIGNMENT = 64
@@ -49,7 +50,10 @@ class ExpertCache:
         copier: Copier,
         device: torch.device,
         history: History | None = None,
+        status: Status | None = None,
     ) -> None:
+        """`status`: who waits for a copy says so there, for a tier may be slow without being stuck."""
+        self._status = status or Status()
         self.residency, self.copier, self.contents, self._history = residency, copier, contents, history
         self.arrivals = Arrivals()
         self._index = {layer: index for index, layer in enumerate(layers)}
@@ -80,6 +84,7 @@ class ExpertCache:
                 self._start(index, expert, slot, is_demand=True)
         for transfer in self._moving.values():
             transfer.wait()
+            self._status.progressed()
         self._moving.clear()
 
     def prefetch(self, layer: int, later: int, counts: Sequence[int], most: int, by: str) -> None:
@@ -127,13 +132,20 @@ class ExpertCache:
             ready = [use for use in begun if self._is_there(use)] or begun[:1]
             for use in ready:
                 if (transfer := self._moving.pop(use.slot, None)) is not None:
-                    self.arrivals.waited += not transfer.is_done
-                    transfer.wait()
+                    self._wait(transfer)
             yield [use.expert for use in ready]
             waiting = [use for use in waiting if use not in ready]
             for use in self._first_of_each_slot(waiting):
                 if use.is_loaded and use not in begun:
                     self._begin(index, use)
+
+    def _wait(self, transfer: Transfer) -> None:
+        if transfer.is_done:
+            transfer.wait()
+            return
+        self.arrivals.waited += 1
+        with self._status.within("load", "copy experts"):
+            transfer.wait()
 
     @property
     def num_rereads(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict
 
 from moec.diagnostics import Diagnostic
@@ -31,7 +32,8 @@ class OneNote:
 
     def __call__(self, note: Diagnostic) -> None:
         if os.read(self._tokens[note.code], 1):
-            print_note(note)
+            with suppress(OSError):  # nobody reads standard error: no reason to end the run
+                print_note(note)
 
 
 def _token() -> int:

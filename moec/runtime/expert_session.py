@@ -55,7 +55,7 @@ def open_cache(
     tiers = _open_tiers(program, contents, sources, layers, order, rank, settings, progress)
     residency = Residency(held, declared.slots, policy, pinned)
     numbers, history = [layer.number for layer in layers], _history(settings, declared, first_layer, len(layers))
-    cache = ExpertCache(numbers, contents, residency, Copier(tiers), rank.device, history)
+    cache = ExpertCache(numbers, contents, residency, Copier(tiers), rank.device, history, rank.status)
     cache.fill([] if settings.is_cold else order)
     return cache
 
