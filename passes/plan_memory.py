@@ -55,7 +55,8 @@ def _too_large(program: Program, rank: int, limit: int) -> Diagnostic:
         "E0330",
         f"{program.phase} needs {need.total / 2**30:.1f} GiB on rank {rank}, a device of {program.cluster.name} has"
         f" {limit / 2**30:.1f} GiB ({shown} GiB)",
-        help="use more devices, a smaller `context` or `batch`, or a wider `ep`",
+        help="use more devices, a smaller `context` or `batch`, "
+        + ("or a wider `ep`" if need.slots or not program.experts else "a wider `ep`, or a `cache` of some experts"),
     )
 
 
