@@ -353,10 +353,10 @@ def test_a_slow_disk_is_no_rank_that_is_stuck(
 
         def read(descriptor: int, *args: Any) -> int:
             deadline = time.monotonic() + 15
-            while status.section != "load" and time.monotonic() < deadline:
+            while (section := status.section) != "load" and time.monotonic() < deadline:
                 time.sleep(0.01)
             with (filled / "sections").open("a") as file:
-                file.write(f"{status.section}{status.place}\n")
+                file.write(f"{section}\n")
             return preadv(descriptor, *args)
 
         os.preadv = read
