@@ -20,15 +20,13 @@ from torch import Tensor
 
 from moec.cache.predictors import History, most_rows_first
 from moec.cache.residency import Load, Residency, Use
+from moec.cache_sizes import SLOT_ALIGNMENT
 from moec.runtime.context import DTYPES
 from moec.runtime.expert_copier import Copier
 from moec.runtime.expert_file import Contents, Key
 from moec.runtime.expert_lane import Transfer
 from moec.runtime.expert_tiers import NvmeTier
 from moec.runtime.launch_status import Status
-
-#: Slots start at multiples of this, as torch's own tensors do.
-ALIGNMENT = 64
 
 
 @dataclass
@@ -58,7 +56,7 @@ class ExpertCache:
         self.arrivals = Arrivals()
         self._index = {layer: index for index, layer in enumerate(layers)}
         slot_bytes = max(contents.blob_bytes(index) for index in range(len(layers)))
-        stride = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
+        stride = -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         self.arena = torch.empty(residency.num_slots, stride, dtype=torch.uint8, device=device)
         self._moving: dict[int, Transfer] = {}  # slot -> the copy into it that nobody has waited for yet
         self._uses: dict[int, list[Use]] = {}
@@ -153,7 +151,11 @@ class ExpertCache:
         return sum(lane.tier.num_rereads for lane in self.copier.lanes if isinstance(lane.tier, NvmeTier))
 
     def close(self) -> None:
+        """End the copies under way, then close the expert file."""
         self.copier.close()
+        for lane in self.copier.lanes:
+            if isinstance(lane.tier, NvmeTier):
+                lane.tier.close()
 
     def _first_of_each_slot(self, uses: Sequence[Use]) -> list[Use]:
         found: dict[int, Use] = {}

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128, xxh3_128_digest
 
+from moec.cache_sizes import DEVICE_PIECE_BYTES
 from moec.runtime.weights_reader import TORCH_DTYPES
 
 #: Layer (counted among the sparse layers, from 0) and expert.
@@ -33,8 +34,6 @@ PAGE = 4096
 DIGEST_BYTES = 16
 #: Of a transfer into host memory. Between two pieces a demand may overtake: 26 us at 10 GB/s.
 PIECE_BYTES = 256 << 10
-#: Of a transfer into device memory, where each piece costs a round trip to the driver: 80 us at 50 GB/s.
-DEVICE_PIECE_BYTES = 4 << 20
 
 
 class FileFault(Exception):

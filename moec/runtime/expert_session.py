@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from moec.cache.policies import policy_named
 from moec.cache.predictors import History
@@ -12,7 +13,7 @@ from moec.cache.trace import Trace
 from moec.cache_files import CacheSettings
 from moec.cache_sizes import host_experts
 from moec.checkpoint_map import Sources
-from moec.ir import Cache, Program
+from moec.ir import Program
 from moec.ir import Tier as Declared
 from moec.runtime.expert_cache import ExpertCache
 from moec.runtime.expert_copier import Copier
@@ -45,31 +46,39 @@ def open_cache(
     if not layers or declared is None or declared.slots is None:
         return None
     contents = contents_of(layers, program.mesh, rank.rank, sources.checkpoint.fingerprint.to_json())
-    popularity, past = None, settings.popularity
-    if past is not None:
-        popularity = popularity_of(past)[first_layer : first_layer + len(layers)].tolist()
-    policy = policy_named(declared.evict, len(layers), max(program.experts.values()), popularity)
+    num_experts = max(program.experts.values())
+    past, history = (
+        _own_part(t, first_layer, len(layers), num_experts) for t in (settings.popularity, settings.history)
+    )
+    counts = popularity_of(past).tolist() if past is not None else None
+    policy = policy_named(declared.evict, len(layers), num_experts, counts)
     held = [layer.experts for layer in layers]
     pinned = [(index, e) for index, experts in enumerate(held) for e in sorted(set(declared.pinned) & set(experts))]
-    order = fill_order(held, past, first_layer)
+    order = fill_order(held, past)
     tiers = _open_tiers(program, contents, sources, layers, order, rank, settings, progress)
     residency = Residency(held, declared.slots, policy, pinned)
-    numbers, history = [layer.number for layer in layers], _history(settings, declared, first_layer, len(layers))
-    cache = ExpertCache(numbers, contents, residency, Copier(tiers), rank.device, history, rank.status)
+    followers = None
+    if history is not None and len(layers) > declared.ahead:
+        followers = History(history.expert_ids, num_experts, declared.ahead)
+    numbers = [layer.number for layer in layers]
+    cache = ExpertCache(numbers, contents, residency, Copier(tiers), rank.device, followers, rank.status)
     cache.fill([] if settings.is_cold else order)
     return cache
 
 
-def _history(settings: CacheSettings, declared: Cache, first: int, num_layers: int) -> History | None:
-    trace = settings.history
+def _own_part(trace: Trace | None, first: int, num_layers: int, num_experts: int) -> Trace | None:
+    """The layers of a stage, as of a model with so many experts: a trace may not know of those that nobody chose."""
     if trace is None:
         return None
-    return History(trace.expert_ids[first : first + num_layers], trace.num_experts, declared.ahead)
+    own = slice(first, first + num_layers)
+    return replace(
+        trace, expert_ids=trace.expert_ids[own], num_experts=num_experts, gate_weights=None, predicted_ids=None
+    )
 
 
-def fill_order(held: Sequence[Collection[int]], popularity: Trace | None, first_layer: int = 0) -> list[Key]:
+def fill_order(held: Sequence[Collection[int]], popularity: Trace | None) -> list[Key]:
     """Every expert that a rank holds: the most popular of each layer (else the lowest id), then the second ones, ..."""
-    counts = popularity_of(popularity)[first_layer:] if popularity is not None else None
+    counts = popularity_of(popularity) if popularity is not None else None
     ranked = []
     for index, experts in enumerate(held):
         worth = counts[index].tolist() if counts is not None else [0] * (max(experts, default=0) + 1)

@@ -16,8 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moec.cache_sizes import DEVICE_PIECE_BYTES
 from moec.diagnostics import Diagnostic, MoecError, fail, printable
-from moec.runtime.expert_file import DEVICE_PIECE_BYTES, PIECE_BYTES, Contents, ExpertFile, FileFault, Key
+from moec.runtime.expert_file import PIECE_BYTES, Contents, ExpertFile, FileFault, Key
 from moec.runtime.expert_fill import Progress, ReadExpert, Warn, open_expert_file
 from moec.runtime.expert_pace import Rate
 
