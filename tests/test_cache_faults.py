@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from moec.artifact import load
 from moec.compiler import compile
 from moec.runtime.session import Session
 from tests.commands import Command, Done, moec
@@ -52,6 +53,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = Path(shutil.copytree(EXAMPLE, tmp_path_factory.mktemp("faults") / "model"))
     (folder / "few.moe").write_text(CACHED)
     compile(folder / "few.moe", "cached").save(folder / "few.build")
+    load(folder / "few.build")  # builds the parser that every command forked from here needs
     return folder
 
 
@@ -294,7 +296,7 @@ def test_what_a_killed_run_left_is_no_obstacle(
 
 def strike(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Session], object], rank: int | None = None) -> None:
     """Have a rank (each, where none is named) do `fault` before its first step of decoding."""
-    decode, done = Session.decode, []
+    decode, done = Session.decode, list[Any]()
 
     def struck(self: Session, step: Any) -> Any:
         if not done and rank in (None, self.place.rank):

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from moec.cache.trace import Trace, read_trace
 from moec.cli import app
+from moec.compiler import compile
 from tests.commands import moec
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny"
@@ -50,6 +51,7 @@ def recorded(work: Path, settings: tuple[str, ...], file: str = "tiny.moe") -> T
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    compile(EXAMPLE / "tiny.moe")  # builds the parser that every command forked from here needs
     return recorded(tmp_path_factory.mktemp("alone"), ALONE)
 
 
