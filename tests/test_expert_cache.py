@@ -74,6 +74,15 @@ def has_prefetch(artifact: Artifact) -> bool:
     return any(op_of(node).name == "prefetch.start" for program in artifact.programs for _, node in program.nodes())
 
 
+def test_experts_of_odd_sizes(tmp_path: Path) -> None:
+    """Matrices that are no multiples of 16 bytes long begin elsewhere in a slot than in a stack of experts."""
+    model = checkpoints.make("deepseek_v3", tmp_path / "odd", hidden_size=50, moe_intermediate_size=21)
+    prompts = checkpoints.prompts(model.config.vocab_size, LENGTHS)
+    resident = run(compile_checkpoint(tmp_path / "odd", tmp_path, None), tmp_path / "odd", tmp_path, prompts, 8)
+    found = run_cached(compile_cached(tmp_path / "odd", tmp_path, None), tmp_path / "odd", tmp_path, prompts, 8)
+    assert same_bits(found.outcome, resident)
+
+
 @pytest.mark.parametrize(("family", "mesh", "slots", "policy", "prefetch"), CASES, ids=lambda value: str(value))
 def test_same_bits_as_resident(
     family: str, mesh: str | None, slots: int, policy: str, prefetch: str, folders: Path, tmp_path: Path

@@ -1,9 +1,8 @@
 """Cached experts on torch: guessing, fetching and serving them. The slots themselves: `moec.runtime.expert_cache`.
 
 An expert's rows go through the same products as where all experts are in device memory (`kernels_torch_moe`), and lie
-at the same places of as large tensors: a product's last bits may depend on whether its operands begin at multiples of
-16 bytes. So results have the same bits, whichever experts were there (where an expert's matrices are multiples of 16
-bytes long; others begin elsewhere in a slot than in a stack of experts).
+at the same places of as large tensors, since a product's last bits may depend on where its operands begin. So results
+have the same bits, whichever experts were there.
 
 Shapes: S tokens, E experts, M experts held by this rank, k choices, X rows at their experts, D hidden, I inner,
 C slots of this rank.
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from moec.runtime.context import Context
 from moec.runtime.kernels_torch import rms_norm
-from moec.runtime.kernels_torch_moe import route, router_logits
+from moec.runtime.kernels_torch_moe import at_boundary, route, router_logits
 from moec.runtime.kernels_torch_pairs import lost_rows
 
 
@@ -92,13 +91,13 @@ def cached_experts(
     for experts in ctx.cache.serve(ctx.layer):
         mine = [(slots[m], slice(ends[m], ends[m + 1])) for m in map(place.__getitem__, experts)]
         for slot, rows in mine:
-            torch.mm(rows_XD[rows], gate_up_CGD[slot].t(), out=wide_XG[rows])
+            torch.mm(rows_XD[rows], at_boundary(gate_up_CGD[slot]).t(), out=wide_XG[rows])
         here = sum(rows.stop - rows.start for _, rows in mine)
         for rows in [slice(0, num_rows)] if here == num_rows else [rows for _, rows in mine]:
             gate, up = wide_XG[rows].chunk(2, dim=-1)
             torch.mul(F.silu(gate), up, out=act_XI[rows])
         for slot, rows in mine:
-            torch.mm(act_XI[rows], down_CDI[slot].t(), out=out_XD[rows])
+            torch.mm(act_XI[rows], at_boundary(down_CDI[slot]).t(), out=out_XD[rows])
         num_served += here
     if num_served != num_rows:
         raise lost_rows(ctx, f"cached experts were given {num_served} of {num_rows} rows")

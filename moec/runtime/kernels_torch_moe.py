@@ -103,11 +103,19 @@ def grouped_linear(ctx: Context, rows_RK: Tensor, offsets_M: Tensor, w_MNK: Tens
     first = 0
     for expert, end in enumerate(offsets_M.tolist()):
         if end > first:
-            torch.mm(rows_RK[first:end], w_MNK[expert].t(), out=out_RN[first:end])
+            torch.mm(rows_RK[first:end], at_boundary(w_MNK[expert]).t(), out=out_RN[first:end])
         first = end
     if first != num_rows:
         raise _lost_rows(ctx, f"experts were given {first} of {num_rows} rows")
     return out_RN
+
+
+def at_boundary(w_NK: Tensor) -> Tensor:
+    """One expert's matrix, where it begins at a multiple of 16 bytes: a product's last bits may depend on that.
+
+    In a stack of experts that are not so long, each begins elsewhere; in a slot of a cache, elsewhere again.
+    """
+    return w_NK.clone() if w_NK.data_ptr() % GROUPED_ALIGNMENT else w_NK
 
 
 def grouped_gate_up(ctx: Context, rows_RD: Tensor, offsets_M: Tensor, w_MGD: Tensor) -> Tensor:
