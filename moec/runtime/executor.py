@@ -134,9 +134,10 @@ def collect_weights(
             slots: Mapping[str, Tensor] = {}
             if layer is not None and cached_params(program, program.bodies[run.body]):
                 slots = _slots(program, cache, layer)
-            for name in params.keys() - slots.keys():
+            own = [name for name in params if name not in slots]
+            for name in own:
                 _check_fit(prefix + name, tensors, local_shape(program, params[name], rank), params[name].dtype, rank)
-            held = {name: tensors[prefix + name] for name in params.keys() - slots.keys()}
+            held = {name: tensors[prefix + name] for name in own}
             found[run.body, layer] = {**held, **slots}
     return Weights(found)
 
