@@ -21,6 +21,7 @@ sys.path.insert(0, str(BENCHMARKS))  # as for a script there
 nodes: ModuleType = importlib.import_module("shaped_nodes")
 shaped: ModuleType = importlib.import_module("shaped")
 bench: ModuleType = importlib.import_module("shaped_cluster")
+overlap: ModuleType = importlib.import_module("shaped_overlap")
 
 needs_cluster = pytest.mark.skipif(nodes.unavailable() is not None, reason=str(nodes.unavailable()))
 PIECE = 1 << 18  # floats
@@ -168,3 +169,46 @@ def test_a_machine_that_cannot_do_it_is_told_why_in_one_line(
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("PATH", "")
     assert nodes.unavailable() == "`ip` is not installed: install the package iproute2"
+
+
+class Measured:
+    """In place of the cluster: pairs of steps whose ratios are known."""
+
+    gains: dict[str, list[float]]
+
+    def __init__(self, *shape: int) -> None:
+        assert shape == (2, 2, 400)
+
+    def __enter__(self) -> Measured:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def run(self, main: object, repeats: int, case: str) -> list[list[list[float]]]:
+        return [[self.gains[case], [1.0] * repeats]]
+
+
+@pytest.mark.parametrize(
+    ("shared", "attention", "declined", "code"),
+    [
+        ([1.3, 1.2, 0.9], 0.5, "off", 0),
+        ([1.3, 1.19, 1.1], 2.0, "off", 1),
+        ([1.3, 1.3, 1.3], 2.0, "2", 1),
+    ],
+    ids=["enough", "too little", "another program where it declines"],
+)
+def test_too_little_gain_fails_the_benchmark(
+    shared: list[float], attention: float, declined: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gains = {"the shared expert": shared, "attention": [attention] * 3}
+    monkeypatch.setattr(Measured, "gains", gains, raising=False)
+    monkeypatch.setattr(overlap, "ShapedCluster", Measured)
+    monkeypatch.setattr(sys, "argv", ["shaped_overlap.py", "--repeats", "3"])
+    compiled = overlap.compiled
+
+    def compile_as(asked: str, **values: object) -> object:
+        is_declined = asked == "auto" and values["tokens"] == overlap.DECLINES["tokens"]
+        return compiled(declined if is_declined else asked, **values)
+
+    monkeypatch.setattr(overlap, "compiled", compile_as)
+    assert overlap.main() == code
