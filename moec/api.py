@@ -22,6 +22,7 @@ from moec.runtime.expert_notes import OneNote
 from moec.runtime.generate import Request, collect_logits, generate
 from moec.runtime.launch import run_ranks
 from moec.runtime.launch_rank import Rank
+from moec.runtime.run_counts import gather_dropped, may_drop, tell_dropped
 from moec.runtime.sampling import Sampling
 from moec.runtime.schedule import check_prompts
 from moec.runtime.session import check_weights, open_session, read_limits
@@ -66,7 +67,10 @@ class Model:
                     rows = collect_logits(request, result, session.limits, session.place)
                     if rank.rank == 0:
                         save_file({str(i): row.cpu().contiguous() for i, row in enumerate(rows)}, kept)
+                dropped = gather_dropped(session) if may_drop(self.artifact.programs) else {}
                 session.close()
+                if rank.rank == 0:
+                    tell_dropped(dropped)
                 return result.tokens if rank.rank == 0 else None
 
             kind = "cuda" if torch.cuda.device_count() else "cpu"

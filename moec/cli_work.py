@@ -32,6 +32,7 @@ from moec.runtime.launch_rank import Rank
 from moec.runtime.launch_status import Status
 from moec.runtime.routing_record import Recorder as RoutingRecorder
 from moec.runtime.routing_record import check_recordable, gather_trace
+from moec.runtime.run_counts import gather_dropped, may_drop, tell_dropped
 from moec.runtime.sampling import Sampling
 from moec.runtime.schedule import check_prompts
 from moec.runtime.session import check_weights, open_session, read_limits
@@ -174,7 +175,11 @@ def work(rank: Rank, job: Job) -> None:
     logits = collect_logits(job.request, result, session.limits, session.place) if job.logits else []
     events = gather_events(recorder, session.place) if recorder is not None else []
     chosen = gather_trace(routing, session.place, _num_experts(job.artifact)) if routing is not None else None
-    counts = gather_counts(session.cache, session.place) if job.as_json and job.artifact.document.get("cache") else None
+    counted: dict[str, dict[str, int]] = {}
+    if job.as_json and job.artifact.document.get("cache"):
+        counted["cache"] = gather_counts(session.cache, session.place)
+    if may_drop(job.artifact.programs):
+        counted["dropped"] = gather_dropped(session)
     session.close()
     if not is_first:
         return
@@ -188,8 +193,8 @@ def work(rank: Rank, job: Job) -> None:
         save_logits(job.logits, job.request.prompts, logits)
     if job.as_json:
         text = [job.text.decode(tokens) for tokens in result.tokens]
-        counted = {} if counts is None else {"cache": counts}
         _print(json.dumps({"tokens": result.tokens, "text": text} | counted) + "\n")
+    tell_dropped(counted.get("dropped", {}))
 
 
 def _num_experts(artifact: Artifact) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from contextlib import suppress
@@ -11,7 +10,8 @@ from dataclasses import asdict
 from moec.diagnostics import Diagnostic
 from moec.runtime.expert_cache import ExpertCache
 from moec.runtime.expert_tiers import print_note
-from moec.runtime.generate import Place, gather_bytes
+from moec.runtime.generate import Place
+from moec.runtime.run_counts import sum_over_ranks
 
 
 class OneNote:
@@ -55,7 +55,4 @@ def gather_counts(cache: ExpertCache | None, place: Place) -> dict[str, int]:
         mine.update({"late": cache.arrivals.late, "rereads": cache.num_rereads})
         for layer in cache.residency.counters:
             mine.update(asdict(layer))
-    total = Counter[str]()
-    for part in gather_bytes(place, json.dumps(mine).encode(), "counts"):
-        total.update(json.loads(part))
-    return dict(total)
+    return sum_over_ranks(mine, place)
