@@ -23,6 +23,7 @@ from moec.cache.trace import write_trace as write_routing
 from moec.cache_files import CacheSettings, find_cache
 from moec.cli_errors import cannot_print, say
 from moec.cli_run import Options
+from moec.cli_timeline import write_timeline
 from moec.compiler import compile
 from moec.diagnostics import MoecError, fail
 from moec.files import check_place, write_whole
@@ -37,7 +38,7 @@ from moec.runtime.sampling import Sampling
 from moec.runtime.schedule import check_prompts
 from moec.runtime.session import check_weights, open_session, read_limits
 from moec.runtime.text import Text, TextStream, parse_tokens, read_eos, read_prompts
-from moec.runtime.timeline import gather_events, predicted_events, start_recorder, trace, write_trace
+from moec.runtime.timeline import gather_events, start_recorder
 from moec.weights_path import find_weights
 
 
@@ -185,7 +186,7 @@ def work(rank: Rank, job: Job) -> None:
         return
     rank.status.begin("output")
     if job.timeline is not None:
-        write_trace(job.timeline, trace(events, predicted_events(job.artifact.document)))
+        write_timeline(job.timeline, events, job.artifact, job.request)
     if job.record is not None:
         assert chosen is not None
         write_routing(job.record, chosen)

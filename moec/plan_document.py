@@ -11,12 +11,11 @@ from moec.checkpoint import Fingerprint
 from moec.cost import NodeCost, node_costs
 from moec.cost_flow import CLASSES
 from moec.declared import declared
-from moec.ir import Body, Program, op_of, operands, results_of
-from moec.ops_exchange import Hops
+from moec.ir import Body, Program, op_of
 from moec.parameters import count
 from moec.plan_cache import phase_name
 from moec.plan_trace import PlanTrace
-from moec.schedule import Cost, simulate
+from moec.schedule import makespan
 
 
 def plan_document(
@@ -60,60 +59,48 @@ def plan_document(
         "placement": {table: [list(held) for held in p.slots] for table, p in placements.items()},
         "target": target,
         "kernels": kernels,
-        "phases": {phase_name(program): _phase(program, exchanges) for program in programs},
+        "phases": {phase_name(program): _phase(program, exchanges, plan) for program in programs},
         "memory": [entry for stage in stages for entry in _memory(stage)],
     }
 
 
-def _phase(program: Program, exchanges: Mapping[tuple[str, int], Any]) -> dict[str, Any]:
+def _phase(program: Program, exchanges: Mapping[tuple[str, int], Any], plan: Plan) -> dict[str, Any]:
     costs = list(node_costs(program))
     is_exchanging = program.mesh.ep > 1 and bool(program.experts)
+    asked = (plan.prefill if program.phase == "prefill" else plan.decode).overlap
     return {
         "name": program.phase,
         "tokens": program.tokens,
         "slots": program.slots,
         "overlap": program.overlap,
+        "overlap_asked": asked,
         "exchange": program.exchange if is_exchanging else "none",
         "combine": program.combine if is_exchanging else "none",
         "exchanges": exchanges.get((program.phase, program.stage)) if is_exchanging else None,
-        "timeline": _timeline(program, costs),
         "runs": [
             {"body": run.body, "layers": [run.layers.start, run.layers.stop - 1] if run.layers else None}
             for run in program.runs
         ],
-        "us": {name: _time([cost for body, cost in costs if body == name]) for name in program.bodies},
+        "us": {
+            body.name: _time(program, body, [cost for name, cost in costs if name == body.name])
+            for body in program.bodies.values()
+        },
         "traffic": [_traffic(program, body, cost) for body, cost in costs if cost.messages != (0, 0, 0)],
     }
 
 
-def _timeline(program: Program, costs: list[tuple[str, NodeCost]]) -> dict[str, Any] | None:
-    """By body: [operation, stream, start, end, hop] of each, in microseconds; None where a rate is not known.
+def _time(program: Program, body: Body, costs: list[NodeCost]) -> float | None:
+    """Microseconds of one run of a body; None where a rate is not known.
 
-    `hop`: the number of the hop of an exchange that it begins or ends, or None.
+    With overlap what transfers overlap counts once, else operations follow one another. Copies for a later layer are
+    not waited for here, and left out.
     """
-    times = {cost.node: cost.us for _, cost in costs}
-    if None in times.values():
+    needed = [cost for cost in costs if op_of(cost.node).name != "prefetch.start"]
+    if any(cost.us is None for cost in needed):
         return None
-    return {body.name: _spans(body, lambda node: times[node] or 0.0) for body in program.bodies.values()}
-
-
-def _spans(body: Body, cost: Cost) -> list[list[Any]]:
-    hops, found = Hops(), list[list[Any]]()
-    for span in simulate(body, cost):
-        name = op_of(span.node).name
-        hop = hops.number(name, operands(span.node), results_of(span.node))
-        found.append([name, span.stream, round(span.start, 3), round(span.end, 3), hop])
-    return found
-
-
-def _time(costs: list[NodeCost]) -> float | None:
-    """Microseconds of one run of a body, its operations one after the other; None where a rate is not known.
-
-    Copies for a later layer are not waited for here, and left out.
-    """
-    times = [cost.us for cost in costs if op_of(cost.node).name != "prefetch.start"]
-    known = [us for us in times if us is not None]
-    return round(sum(known), 3) if len(known) == len(times) else None
+    times = {cost.node: cost.us or 0.0 for cost in costs}
+    is_overlapped = program.overlap != "off"
+    return round(makespan(body, times.__getitem__) if is_overlapped else sum(times[c.node] for c in needed), 3)
 
 
 def _traffic(program: Program, body: str, cost: NodeCost) -> dict[str, Any]:

@@ -319,8 +319,10 @@ def test_logits_are_written_with_their_tokens_and_lengths(tmp_path: Path) -> Non
 
 def test_a_timeline_is_written_with_every_rank(tmp_path: Path) -> None:
     out = tmp_path / "run.json"
-    found = run_json(EXAMPLE / "tiny.moe", "--tokens", "1,2,3", "--max-new-tokens", "2", "--timeline", out)
-    assert len(found["tokens"][0]) == 2
+    args = "--tokens", "1,2,3", "--max-new-tokens", "2", "--timeline", out, "--json"
+    done = moec("run", EXAMPLE / "tiny.moe", *args).wait()
+    assert done.code == 0 and len(json.loads(done.out)["tokens"][0]) == 2
+    assert done.err.count("\n") == done.err.count("note: the timeline has no prediction: cluster `localhost`") == 1
     events = json.loads(out.read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert sorted(names.values()) == ["rank 0", "rank 1"]  # localhost has no rates to predict with

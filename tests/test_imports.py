@@ -38,11 +38,12 @@ ALLOWED: dict[str, set[str]] = {
     "ir": {"cache", "cost_routing", "layout", "mesh", "placement", "topology", "diagnostics"},
     "cache_sizes": {"cache", "ir", "diagnostics"},  # what a Program's cache is like: slots, bytes, tiers
     "schedule": {"ir"},
-    "cost": {"cache", "cache_sizes", "cost_routing", "ir", "mesh", "placement", "topology", "diagnostics"},
+    "cost": {"cache", "cache_sizes", "cost_routing", "ir", "layout", "mesh", "placement", "topology", "diagnostics"},
     "lowering": {"checked", "ir", "mesh", "topology", "placement", "diagnostics"},
     "plan_overlap": {"cost", "ir", "schedule"},
     "plan_trace": {"cache", "checked", "cost_routing", "diagnostics"},
     "plan_prefetch": {"cache_sizes", "cost", "ir", "schedule"},
+    "plan_timeline": {"cost", "ir", "schedule"},
     "passes": {
         "cache", "cache_sizes", "ir", "layout", "mesh", "placement", "cost", "schedule", "plan_overlap",
         "plan_prefetch", "topology", "diagnostics",
@@ -51,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "artifact": {"ir", "diagnostics"},
     "plan": {
         "cache", "cache_sizes", "checked", "checkpoint", "cost", "cost_routing", "declared", "ir", "parameters",
-        "plan_prefetch", "plan_trace", "schedule", "diagnostics",
+        "plan_prefetch", "plan_trace", "diagnostics",
     },
     "explain": {"cache", "specs", "diagnostics"},
     "runtime": {
@@ -65,8 +66,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "cli": {
         "cache", "compiler", "importer", "runtime", "explain", "artifact", "grammar", "semantics", "passes", "checked",
-        "ir", "weights", "mesh", "calibrate", "files", "parameters", "placement", "plan_trace", "topology",
-        "diagnostics",
+        "ir", "weights", "mesh", "calibrate", "files", "parameters", "placement", "plan_timeline", "plan_trace",
+        "topology", "diagnostics",
     },
     "api": {"artifact", "cache", "runtime", "weights", "diagnostics"},
     "package": {"api", "compiler"},

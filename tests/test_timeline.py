@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from moec.artifact import Artifact, load
+from moec.cli_timeline import predictions, write_timeline
+from moec.compiler import compile
+from moec.cost import body_costs
+from moec.cost_sizes import sizes_of
 from moec.diagnostics import MoecError
 from moec.ir import is_op, op_of, operands, results_of
+from moec.mesh import Mesh
 from moec.ops_exchange import LEAVES, RETURNS, Hops
+from moec.plan_timeline import predict_step
 from moec.runtime.generate import Request, generate
 from moec.runtime.launch import run_ranks
 from moec.runtime.launch_rank import Rank
+from moec.runtime.schedule import Limits, first_steps
 from moec.runtime.session import open_session
 from moec.runtime.timeline import (
     Event,
     gather_events,
-    predicted_events,
     start_recorder,
     trace,
     write_trace,
 )
+from moec.schedule import makespan
 from tests import checkpoints
 from tests.exchange_programs import exchange_plan, exchanged
 from tests.parity import compile_checkpoint
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny"
+RATES = """cluster desk {
+  devices = 4
+  memory_rate = 100 GB/s
+  compute = peak(bf16 = 1 TFLOP/s)
+  intra = link(10 GB/s, latency = 5 us)
+}
+"""
 
 
 def event(
@@ -33,12 +52,72 @@ def event(
     return Event(name, stream, start, end, "decode", layer, hop)
 
 
+def slices_by_track(events: list[dict[str, Any]]) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    """Slices of each (process, track), in order of time. No two of one track overlap."""
+    found: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for slice in sorted((e for e in events if e["ph"] == "X"), key=lambda e: (e["ts"], e["dur"])):
+        found.setdefault((slice["pid"], slice["tid"]), []).append(slice)
+    for track in found.values():
+        for before, after in itertools.pairwise(track):
+            assert nanoseconds(before["ts"] + before["dur"]) <= nanoseconds(after["ts"]), (before, after)
+    return found
+
+
+def nanoseconds(us: float) -> int:
+    return round(us * 1000)
+
+
+def ends_of_arrows(events: list[dict[str, Any]]) -> list[str]:
+    """Names of the slices that the ends of the arrows lie in, on their own tracks."""
+    tracks, found = slices_by_track(events), []
+    for end in (e for e in events if e["ph"] in "sf"):
+        at = nanoseconds(end["ts"])
+        (slice,) = (
+            s for s in tracks[end["pid"], end["tid"]] if nanoseconds(s["ts"]) <= at < nanoseconds(s["ts"] + s["dur"])
+        )
+        found.append(slice["name"])
+    return found
+
+
+def names_of_tracks(events: list[dict[str, Any]], pid: int = 0) -> list[str]:
+    named = [e for e in events if e["name"] == "thread_name" and e["pid"] == pid]
+    assert [e["tid"] for e in named] == list(range(len(named)))
+    return [e["args"]["name"] for e in named]
+
+
+def test_a_stream_has_as_many_tracks_as_are_busy_at_once() -> None:
+    """Two chunks on the way at once, one inside the other, one that begins as another ends."""
+    spans = [(0, 10), (2, 4), (4, 12), (5.0004, 6), (10, 11), (12, 13)]
+    recorded = [event(f"{i}", *span, "inter") for i, span in enumerate(spans)] + [event("add", 3, 5, "copy")]
+    events = trace([sorted(recorded, key=lambda e: e.end)])["traceEvents"]  # transfers are recorded as they end
+    names = names_of_tracks(events)
+    assert names == ["compute", "intra", "inter", "inter 2", "inter 3", "copy"]
+    tracks = {names[tid]: [s["name"] for s in track] for (_, tid), track in slices_by_track(events).items()}
+    assert tracks == {"inter": ["0", "4", "5"], "inter 2": ["1", "2"], "inter 3": ["3"], "copy": ["add"]}
+
+
+def test_neighbours_do_not_overlap_when_they_are_rounded() -> None:
+    times = [0.0, 0.0014, 0.0028, 0.0042, 0.0056]
+    events = trace([[event("add", *span) for span in itertools.pairwise(times)]])["traceEvents"]
+    (track,) = slices_by_track(events).values()
+    assert len(track) == 4
+
+
+def test_arrows_are_bound_to_the_track_of_their_operation() -> None:
+    hops = [event("other", 0, 4, "intra"), event("all_gather_rows", 0, 5, "intra", hop=0)]
+    hops += [event("other", 5, 10, "intra"), event("another", 5, 7, "intra")]
+    hops += [event("reduce_scatter_rows", 6, 8, "intra", hop=0)]
+    events = trace([hops])["traceEvents"]
+    assert [(e["tid"], e["ph"]) for e in events if e["ph"] in "sf"] == [(2, "s"), (3, "f")]
+    assert ends_of_arrows(events) == ["all_gather_rows", "reduce_scatter_rows"]
+
+
 @pytest.mark.parametrize("home", [(1, 0), (0, 1)], ids=["two hops nest", "two chunks follow each other"])
 def test_arrows_lead_from_what_began_a_hop_to_what_ends_it(home: tuple[int, int]) -> None:
     hops = [event("fan_out", 0, 1, hop=0), event("fan_out", 2, 3, hop=1), event("add", 4, 5)]
     hops += [event("fan_in", 6, 7, hop=home[0]), event("fan_in", 8, 9, hop=home[1])]
     arrows = [e for e in trace([hops])["traceEvents"] if e["ph"] in "sf"]
-    left = {0: 1, 1: 3}
+    left = {0: 0.999, 1: 2.999}  # what ends a slice lies in it no more
     assert [(e["ph"], e["ts"], e["id"]) for e in arrows] == [
         ("s", left[home[0]], "0.0"), ("f", 6, "0.0"), ("s", left[home[1]], "0.1"), ("f", 8, "0.1"),
     ]  # fmt: skip
@@ -59,28 +138,105 @@ def test_predicted_hops_end_where_they_began(exchange: str, hops: int, overlap: 
     assert all(hop is None for name, hop in found if name not in (*LEAVES, *RETURNS))
 
 
-def test_each_rank_is_a_process_and_the_prediction_another() -> None:
-    events = trace([[event("add", 0, 1)], [event("add", 0, 2, "intra")]], [event("add", 0, 3)])["traceEvents"]
+def test_each_rank_is_a_process_and_each_prediction_another() -> None:
+    predicted = {"predicted: a": [event("add", 0, 3)], "predicted: b": [event("add", 0, 4)]}
+    events = trace([[event("add", 0, 1)], [event("add", 0, 2, "intra")]], predicted)["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert names == {0: "rank 0", 1: "rank 1", 2: "predicted"}
-    assert [(e["pid"], e["tid"], e["dur"]) for e in events if e["ph"] == "X"] == [(0, 0, 1), (1, 1, 2), (2, 0, 3)]
+    assert names == {0: "rank 0", 1: "rank 1", 2: "predicted: a", 3: "predicted: b"}
+    found = [(e["pid"], e["tid"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert found == [(0, 0, 1), (1, 1, 2), (2, 0, 3), (3, 0, 4)]
 
 
-def test_prediction_repeats_a_body_for_its_layers() -> None:
-    phase = {
-        "name": "decode",
-        "runs": [{"body": "prologue", "layers": None}, {"body": "sparse", "layers": [1, 2]}],
-        "timeline": {"prologue": [["embed", "compute", 0, 2, None]], "sparse": [["add", "compute", 0, 3, None]]},
-    }
-    found = predicted_events({"phases": {"decode": phase}})
-    assert [(e.name, e.start, e.end, e.layer) for e in found] == [
-        ("embed", 0, 2, None), ("add", 2, 5, 1), ("add", 5, 8, 2),
-    ]  # fmt: skip
+def tiny(folder: Path, num_stages: int, *overrides: str, rates: str = RATES) -> Artifact:
+    """The example on a cluster with rates, saved and read back."""
+    stages = f"  stages = pp({num_stages})\n" if num_stages > 1 else ""
+    text = (EXAMPLE / "tiny.moe").read_text().replace("mesh ranks {\n", f"{rates}mesh ranks on desk[1] {{\n{stages}")
+    text = text.replace("devices = 4", f"devices = {2 * num_stages}")
+    (folder / "tiny.moe").write_text(text.replace('  weights = huggingface(".")\n', ""))
+    compile(folder / "tiny.moe", overrides=overrides).save(folder / "made")
+    return load(folder / "made")
 
 
-def test_ranks_record_what_they_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_stages", "max_new_tokens", "names"),
+    [
+        (1, 2, ["predicted: prefill of 8 tokens, decode of 2 tokens a dp rank"]),
+        (1, 1, ["predicted: prefill of 8 tokens a dp rank"]),
+        (2, 2, [f"predicted stage {i}: prefill of 8 tokens, decode of 1 token a dp rank" for i in (0, 1)]),
+    ],
+)
+def test_the_runs_first_steps_are_predicted_for_each_stage(
+    num_stages: int, max_new_tokens: int, names: list[str], tmp_path: Path
+) -> None:
+    """Two of three prompts, of 5 and 3 tokens, are the first dp rank's."""
+    artifact = tiny(tmp_path, num_stages)
+    found = predictions(artifact, Request([[1] * 5, [1] * 3, [1] * 4], max_new_tokens))
+    assert list(found) == names
+    phases = ["prefill", "decode"][: 1 + (max_new_tokens > 1)]
+    for events, programs in zip(found.values(), artifact.stages, strict=True):
+        assert list(dict.fromkeys(e.phase for e in events)) == phases
+        layers = sorted({layer for run in programs[0].runs for layer in run.layers})
+        for phase in phases:
+            assert sorted({e.layer for e in events if e.phase == phase and e.layer is not None}) == layers
+        first = [e for e in events if e.phase == "prefill"]
+        assert [e.start for e in events if e.phase == "decode"][:1] in ([], [max(e.end for e in first)])
+    layers = [e.layer for events in found.values() for e in events if e.layer is not None and e.phase == "prefill"]
+    assert layers == sorted(layers) and set(layers) == set(range(5))
+
+
+def test_a_prediction_is_of_its_number_of_tokens(tmp_path: Path) -> None:
+    program = tiny(tmp_path, 1).prefill
+
+    def rates(tokens: int) -> float:
+        """Bytes of the layers' all-to-alls are in proportion to the tokens, their latency is not."""
+        return sum(op.end - op.start for op in predict_step(program, tokens) if op.name == "all_to_all.start")
+
+    few, more, most = rates(8), rates(16), rates(24)
+    assert 0 < few < more < most
+    assert most - more == pytest.approx(more - few, rel=1e-3)
+    costs = {body.name: list(body_costs(sizes_of(program, body))) for body in program.bodies.values()}
+    times = {cost.node: cost.us or 0.0 for found in costs.values() for cost in found}
+    whole = sum(makespan(program.bodies[run.body], times.__getitem__) * (len(run.layers) or 1) for run in program.runs)
+    assert max(op.end for op in predict_step(program, program.tokens)) == pytest.approx(whole)
+
+
+def test_a_padded_exchange_is_predicted_at_its_fixed_size(tmp_path: Path) -> None:
+    program = tiny(tmp_path, 1, "plan.decode.exchange=padded").decode
+    steps = [predict_step(program, tokens) for tokens in (1, program.tokens)]
+    few, most = (sum(op.end - op.start for op in step if op.name == "all_to_all.start") for step in steps)
+    assert 0 < few == pytest.approx(most)
+    assert max(op.end for op in steps[0]) < max(op.end for op in steps[1])
+
+
+def test_missing_rates_are_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    artifact = tiny(tmp_path, 1, rates="cluster desk { devices = 2 }\n")
+    write_timeline(tmp_path / "run.json", [[event("add", 0, 1)]], artifact, Request([[1]], 1))
+    assert capsys.readouterr().err == (
+        "moec: note: the timeline has no prediction: cluster `desk` gives no rate for compute, intra, memory;"
+        " `moec calibrate` measures rates\n"
+    )
+    written = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    assert [e["args"]["name"] for e in written if e["name"] == "process_name"] == ["rank 0"]
+
+
+@pytest.mark.parametrize(("prompts", "max_new_tokens", "pp", "wanted"), [
+    ([100, 1], 5, 1, {"prefill": 64, "decode": 1}),  # cut into steps
+    ([3] * 9, 5, 1, {"prefill": 12, "decode": 4}),  # more than the slots take at once
+    ([3] * 9, 5, 2, {"prefill": 12, "decode": 2}),
+    ([3], 5, 2, {"prefill": 3, "decode": 1}),
+    ([3], 0, 1, {"prefill": 3}),
+])  # fmt: skip
+def test_first_steps(prompts: list[int], max_new_tokens: int, pp: int, wanted: dict[str, int]) -> None:
+    limits = Limits(context=128, prefill_tokens=64, slots=4, vocab=10)
+    assert first_steps(prompts, max_new_tokens, Mesh(dp=2, pp=pp), limits) == wanted
+
+
+@pytest.mark.parametrize("overlap", ["off", "2"])
+def test_ranks_record_what_they_run(overlap: str, tmp_path: Path) -> None:
     model = checkpoints.make("mixtral", tmp_path / "weights")
-    artifact = compile_checkpoint(tmp_path / "weights", tmp_path, "ep=2")
+    overlaps = f"plan.prefill.overlap={overlap}", f"plan.decode.overlap={overlap}"
+    artifact = compile_checkpoint(tmp_path / "weights", tmp_path, "ep=2", "flat", "torch", *overlaps)
+    num_chunks = 1 if overlap == "off" else 2
     prompts = checkpoints.prompts(model.config.vocab_size, (5, 3))
 
     def main(rank: Rank) -> object:
@@ -98,11 +254,16 @@ def test_ranks_record_what_they_run(tmp_path: Path) -> None:
     slices = [e for e in written if e["ph"] == "X"]
     assert {e["pid"] for e in slices} == {0, 1}
     transfers = [e for e in slices if e["name"] == "all_to_all"]
-    assert len(transfers) == 2 * 2 * 2 * len(model.model.layers)  # ranks, steps, there and back
-    assert {e["tid"] for e in transfers} == {1}
+    assert len(transfers) == 2 * 2 * 2 * num_chunks * len(model.model.layers)  # ranks, steps, there and back
+    for pid in (0, 1):
+        names = names_of_tracks(written, pid)
+        assert {names[e["tid"]].split()[0] for e in transfers if e["pid"] == pid} == {"intra"}
+        assert names == ["compute", "intra", *["intra 2"] * (num_chunks - 1), "inter", "copy"]
+    slices_by_track(written)
     assert all(e["dur"] >= 0 for e in slices)
+    assert ends_of_arrows(written) == ["fan_out", "combine"] * (2 * 2 * num_chunks * len(model.model.layers))
     starts, ends = ([e["id"] for e in written if e["ph"] == kind] for kind in "sf")
-    assert starts == ends and len(set(starts)) == 2 * 2 * len(model.model.layers)
+    assert starts == ends and len(set(starts)) == 2 * 2 * num_chunks * len(model.model.layers)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

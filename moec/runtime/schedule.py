@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moec.diagnostics import fail
+from moec.mesh import Mesh
 from moec.placement import balanced
 
 
@@ -75,6 +76,18 @@ def make_schedule(lengths: Sequence[int], dp: int, limits: Limits) -> list[Wave]
         _wave([tuple(mine[n * limits.slots : (n + 1) * limits.slots]) for mine in dealt], lengths, limits)
         for n in range(num_waves)
     ]
+
+
+def first_steps(lengths: Sequence[int], max_new_tokens: int, mesh: Mesh, limits: Limits) -> dict[str, int]:
+    """By phase: rows of the dp rank that has the most, in the first step. A phase that does not run is left out.
+
+    Sequences decode in as many micro-batches as there are pipeline stages; the first one is the largest.
+    """
+    wave = make_schedule(lengths, mesh.dp, limits)[0]
+    rows = {"prefill": max(sum(chunk.stop - chunk.start for chunk in steps[0]) for steps in wave.steps)}
+    if max_new_tokens > 1:
+        rows["decode"] = max(balanced(len(prompts), mesh.pp)[0] for prompts in wave.prompts)
+    return rows
 
 
 def _wave(prompts: list[tuple[int, ...]], lengths: Sequence[int], limits: Limits) -> Wave:

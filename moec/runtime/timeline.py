@@ -3,7 +3,7 @@
 1. `Recorder.watch` wraps a rank's kernels: each call becomes an event on the stream of its operation. A started
    transfer lasts from its start to the end of its wait, on its link's track.
 2. Ranks count microseconds from one barrier, so their clocks agree to about one message.
-3. Rank 0 gathers all events and writes one JSON file; what the cost model predicted is a group of its own in it.
+3. Rank 0 gathers all events and writes one JSON file; what the cost model predicts are processes of their own in it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -115,72 +115,79 @@ def gather_events(recorder: Recorder, place: Place) -> list[list[Event]]:
     return [[Event(**event) for event in json.loads(part)] for part in parts] if place.rank == 0 else []
 
 
-def trace(ranks: Sequence[Sequence[Event]], predicted: Sequence[Event] = ()) -> dict[str, Any]:
-    """The trace as Chrome's JSON object. Process ids are ranks; the prediction is the process behind the last rank."""
+def trace(
+    ranks: Sequence[Sequence[Event]], predicted: Mapping[str, Sequence[Event]] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The trace as Chrome's JSON object. Process ids are ranks; predictions by name are the processes behind them."""
     events: list[dict[str, Any]] = []
-    for rank, recorded in enumerate([*ranks, predicted]):
+    named = [*((f"rank {rank}", recorded) for rank, recorded in enumerate(ranks)), *predicted.items()]
+    for pid, (name, recorded) in enumerate(named):
         if recorded:
-            name = f"rank {rank}" if rank < len(ranks) else "predicted"
-            events += [*_named(rank, name), *(_slice(rank, event) for event in recorded), *_arrows(rank, recorded)]
+            events += _process(pid, name, recorded)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _named(pid: int, name: str) -> list[dict[str, Any]]:
-    tracks = [_meta(pid, tid, "thread_name", stream) for tid, stream in enumerate(STREAMS)]
-    return [_meta(pid, 0, "process_name", name), *tracks]
+def _process(pid: int, name: str, events: Sequence[Event]) -> list[dict[str, Any]]:
+    names, tids = _tracks(events)
+    tracks = [_meta(pid, tid, "thread_name", track) for tid, track in enumerate(names)]
+    slices = [_slice(pid, tid, event) for tid, event in zip(tids, events, strict=True)]
+    return [_meta(pid, 0, "process_name", name), *tracks, *slices, *_arrows(pid, tids, events)]
+
+
+def _tracks(events: Sequence[Event]) -> tuple[list[str], list[int]]:
+    """Names of the tracks, and each event's: events of one track follow one another, as Chrome wants it of a thread.
+
+    A stream has as many as are busy at once, each event on the first that is free: `intra`, `intra 2`, ...
+    """
+    names, tids = list[str](), [0] * len(events)
+    for stream in STREAMS:
+        free_at: list[float] = []
+        mine = [i for i, event in enumerate(events) if event.stream == stream]
+        for i in sorted(mine, key=lambda i: (events[i].start, events[i].end)):
+            track = next((t for t, at in enumerate(free_at) if at <= events[i].start), len(free_at))
+            free_at[track : track + 1] = [events[i].end]
+            tids[i] = len(names) + track
+        names += [stream, *(f"{stream} {number}" for number in range(2, len(free_at) + 1))]
+    return names, tids
 
 
 def _meta(pid: int, tid: int, what: str, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": {"name": name}}
 
 
-def _slice(pid: int, event: Event) -> dict[str, Any]:
+def _slice(pid: int, tid: int, event: Event) -> dict[str, Any]:
+    start, end = round(event.start, 3), round(event.end, 3)  # each alone, so that neighbours still do not overlap
     return {
         "ph": "X",
         "pid": pid,
-        "tid": STREAMS.index(event.stream),
+        "tid": tid,
         "name": event.name,
         "cat": event.phase,
-        "ts": round(event.start, 3),
-        "dur": round(event.end - event.start, 3),
+        "ts": start,
+        "dur": round(end - start, 3),
         "args": {"phase": event.phase, "layer": event.layer},
     }
 
 
-def _arrows(pid: int, events: Sequence[Event]) -> list[dict[str, Any]]:
+def _arrows(pid: int, tids: Sequence[int], events: Sequence[Event]) -> list[dict[str, Any]]:
     """From what sends a layer's rows out to what sums them."""
     arrows: list[dict[str, Any]] = []
-    begun: dict[int, Event] = {}
-    for event in events:
+    begun: dict[int, tuple[int, Event]] = {}
+    for tid, event in zip(tids, events, strict=True):
         if event.hop is not None and event.name in LEAVES:
-            begun[event.hop] = event
+            begun[event.hop] = (tid, event)
         elif event.hop in begun:
             number = f"{pid}.{len(arrows) // 2}"
-            arrows += [_arrow(pid, "s", begun[event.hop], number), _arrow(pid, "f", event, number)]
+            arrows += [_arrow(pid, "s", *begun[event.hop], number), _arrow(pid, "f", tid, event, number)]
     return arrows
 
 
-def _arrow(pid: int, kind: str, event: Event, number: str) -> dict[str, Any]:
-    at = event.end if kind == "s" else event.start
+def _arrow(pid: int, kind: str, tid: int, event: Event, number: str) -> dict[str, Any]:
+    """One end of an arrow. It belongs to the slice of its track at that time, which a slice's end is not part of."""
+    at = max(event.start, event.end - 0.001) if kind == "s" else event.start
     ends = {"bp": "e"} if kind == "f" else {}
-    tid = STREAMS.index(event.stream)
-    return {"ph": kind, "pid": pid, "tid": tid, "name": "exchange", "cat": "exchange", "id": number, "ts": at, **ends}
-
-
-def predicted_events(document: Mapping[str, Any]) -> list[Event]:
-    """One step of each phase as the cost model of the plan has it, one behind the other; nothing where rates lack."""
-    events: list[Event] = []
-    zero = 0.0
-    for phase in document["phases"].values():
-        for run in phase["runs"]:
-            for layer in range(run["layers"][0], run["layers"][1] + 1) if run["layers"] else (None,):
-                spans = (phase["timeline"] or {}).get(run["body"], [])
-                events += [
-                    Event(name, stream, zero + a, zero + b, phase["name"], layer, hop)
-                    for name, stream, a, b, hop in spans
-                ]
-                zero += max((span[3] for span in spans), default=0.0)
-    return events
+    place = {"pid": pid, "tid": tid, "ts": round(at, 3)}
+    return {"ph": kind, **place, "name": "exchange", "cat": "exchange", "id": number, **ends}
 
 
 def write_trace(path: Path, content: Mapping[str, Any]) -> None:
