@@ -27,7 +27,8 @@ from shaped_nodes import ClusterError
 from moec.compiler import compile_phase
 from moec.diagnostics import SourceFile
 from moec.ir import Program
-from moec.runtime.executor import DTYPES, Executor, local_shape
+from moec.runtime.context import DTYPES
+from moec.runtime.executor import Executor, local_shape
 from moec.runtime.groups import make_groups
 from moec.runtime.kv import allocate_kv
 from moec.runtime.launch_rank import Rank
@@ -125,7 +126,8 @@ def main() -> int:
 def show(times: list[list[float]]) -> float:
     """The median of the ratios, pair by pair."""
     pairs = [a / b for a, b in zip(*times, strict=True)]
-    medians, median = [statistics.median(taken) for taken in times], statistics.median(pairs)
+    medians = [statistics.median(taken) for taken in times]
+    median = float(statistics.median(pairs))
     print(f"  off {medians[0]:.3f} s, planned {medians[1]:.3f} s: {medians[0] / medians[1]:.2f} times as fast")
     print(f"  pair by pair: {', '.join(f'{ratio:.2f}' for ratio in pairs)} (median {median:.2f})")
     return median
