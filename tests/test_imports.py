@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "artifact": {"ir", "diagnostics"},
     "plan": {
         "cache", "cache_sizes", "checked", "checkpoint", "cost", "cost_routing", "declared", "ir", "parameters",
-        "plan_prefetch", "plan_trace", "diagnostics",
+        "plan_prefetch", "plan_trace", "schedule", "diagnostics",
     },
     "explain": {"cache", "specs", "diagnostics"},
     "runtime": {
