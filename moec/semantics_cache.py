@@ -141,7 +141,7 @@ def _rate(given: Fields) -> tuple[float | None, float]:
     """(bytes per second, seconds) of a tier. A latency alone would be added to a rate of who knows what."""
     if not given.has("bandwidth") and not given.has("latency"):
         return None, 0.0
-    latency = given.amount("latency", "time", "10 us") if given.has("latency") else 0.0
+    latency = given.amount("latency", "time", "10 us", above_zero=False) if given.has("latency") else 0.0
     return given.amount("bandwidth", "bytes per second", "2 GB/s"), (latency or 0.0) / 1e6
 
 

@@ -112,13 +112,13 @@ class Fields:
         self.problems.add("E0209", f"`{node.span.text[:40]}` is not a value of `{key}`", node.span, help=help)
         return None
 
-    def amount(self, key: str, dimension: str, example: str) -> float | None:
-        """An amount above zero, in the dimension's base unit; `example` shows a right one."""
-        found = self.amount_of(key, (dimension,), example)
+    def amount(self, key: str, dimension: str, example: str, above_zero: bool = True) -> float | None:
+        """An amount, in the dimension's base unit, above zero unless zero makes sense too; `example`: a right one."""
+        found = self.amount_of(key, (dimension,), example, above_zero)
         return None if found is None else found.value
 
-    def amount_of(self, key: str, dimensions: Sequence[str], example: str) -> Amount | None:
-        """An amount above zero of one of a few dimensions."""
+    def amount_of(self, key: str, dimensions: Sequence[str], example: str, above_zero: bool = True) -> Amount | None:
+        """An amount of one of a few dimensions, above zero unless zero makes sense too."""
         node = self.need(key)
         value = None if node is None else self.values.evaluate(node)
         if value is None or node is None:
@@ -128,8 +128,9 @@ class Fields:
             message = f"`{key}` takes an amount of {' or '.join(dimensions)}, not {got}"
             self.problems.add("E0210", message, node.span, help=f"write it like `{key} = {example}`")
             return None
-        if value.value <= 0:
-            self.problems.add("E0208", f"`{key}` must be more than 0", node.span, help="use a larger number")
+        if value.value < 0 or (above_zero and value.value == 0):
+            bound = "more than 0" if above_zero else "at least 0"
+            self.problems.add("E0208", f"`{key}` must be {bound}", node.span, help="use a larger number")
             return None
         return value
 

@@ -51,7 +51,7 @@ def _link(fields: Fields, key: str) -> Link | None:
         return None
     given = arguments(fields.values, call, ("rate", "latency", "concurrency"))
     rate = given.amount("rate", "bytes per second", "450 GB/s")
-    latency = given.amount("latency", "time", "2 us") if given.has("latency") else 0.0
+    latency = given.amount("latency", "time", "2 us", above_zero=False) if given.has("latency") else 0.0
     concurrency = given.whole("concurrency", Link.concurrency, high=MAX_RANKS)
     return Link(rate / 1e9, latency, concurrency) if rate and latency is not None and concurrency else None
 
