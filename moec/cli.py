@@ -62,7 +62,7 @@ def options(
 def import_command(
     source: Annotated[Path, typer.Argument(metavar="DIR|CONFIG", help="A model folder, or its config.json.")],
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write here.")] = None,
-    mesh: Annotated[str | None, typer.Option(metavar="DEGREES", help="dp, tp, edp, ep, etp: `ep=4,etp=2`.")] = None,
+    mesh: Annotated[str | None, typer.Option(metavar="DEGREES", help="dp, tp, edp, ep, etp, pp: `ep=4,pp=2`.")] = None,
     cluster: Annotated[str | None, typer.Option(metavar="NAME[N]", help="Cluster of N nodes: `dgx_h100[4]`.")] = None,
 ) -> None:
     """Write a readable .moe file for a Hugging Face model."""

@@ -119,7 +119,9 @@ def _read_alike(path: Path, trace: Trace) -> Trace:
     from moec.diagnostics import fail
 
     found = read_trace(path)
-    if found.num_layers != trace.num_layers or found.num_experts > trace.num_experts:
+    is_larger, are_counted = found.num_experts > trace.num_experts, found.is_counted and trace.is_counted
+    is_other = is_larger or (are_counted and found.num_experts != trace.num_experts)
+    if found.num_layers != trace.num_layers or is_other:
         theirs, mine = (f"{t.num_layers} layers of {t.num_experts} experts" for t in (found, trace))
         message = f"the trace `{path}` has {theirs}, the one measured {mine}"
         raise fail("E0781", message, "learn from a trace of the same model")

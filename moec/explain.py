@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from moec.diagnostics import did_you_mean, fail
+from moec.diagnostics import MoecError, did_you_mean, fail
 from moec.explain_cache import cache_lines, phase_lines
 from moec.explain_exchange import exchange_lines
 from moec.specs import read, shipped
@@ -14,12 +16,25 @@ GIB = 2**30
 
 
 def explain_code(code: str) -> str:
-    """The page of an error code. Raises E0680 for a code that moec does not have."""
+    """The page of an error code. Raises E0680 for a code that moec does not have, and for what is no code at all."""
     known = shipped("errors", ".md")
     if code.upper() not in known:
-        help = did_you_mean(code.upper(), known) or "codes look like E0203"
-        raise fail("E0680", f"there is no error code `{code}`", help)
+        raise _unknown(code, did_you_mean(code.upper(), known))
     return read("errors", f"{code.upper()}.md")
+
+
+def _unknown(what: str, near: str) -> MoecError:
+    """Why there is nothing to explain: a file in place of a folder, a folder that is not there, or no such code."""
+    compiled = "moec compile FILE.moe -o DIR"
+    path = Path(what)
+    if path.is_file() and path.suffix == ".moe":
+        help = f"compile it first: moec compile {what} -o DIR"
+        return fail("E0680", f"`{what}` is a source file, not a compiled folder", help)
+    if path.exists():
+        return fail("E0680", f"`{what}` is no compiled folder", f"give the folder that `{compiled}` wrote")
+    if near or re.fullmatch(r"[A-Za-z]?\d+", what):
+        return fail("E0680", f"there is no error code `{what}`", near or "codes look like E0203")
+    return fail("E0680", f"there is no folder `{what}`", f"`{compiled}` writes one; error codes look like E0203")
 
 
 def explain_plan(document: dict[str, Any]) -> str:
@@ -37,16 +52,30 @@ def _head(document: dict[str, Any]) -> Iterator[str]:
     )
     attention = f"dp={mesh['dp']} tp={mesh['tp']}"
     experts = f"edp={mesh['edp']} ep={mesh['ep']} etp={mesh['etp']}"
-    where = f"{cluster['name']}, {cluster['nodes']} x {cluster['devices_per_node']} devices"
-    yield f"mesh        {mesh['ranks']} ranks on {where}: attention {attention}, experts {experts}"
+    where = f"{cluster['name']}, {cluster['nodes']} x {cluster['devices_per_node']} device"
+    where += _s(cluster["devices_per_node"])
+    yield f"mesh        {mesh['ranks']} rank{_s(mesh['ranks'])} on {where}: attention {attention}, experts {experts}"
     for table, slots in document["placement"].items():
         counts = sorted({len(held) for held in slots}, reverse=True)
         yield f"experts     {table}: {sum(map(len, slots))}, {' or '.join(map(str, counts))} on a rank"
     if (trace := document["trace"]) is not None:
-        counted = " and ".join(f"{trace['tokens'][phase]:,} tokens in {phase}" for phase in ("prefill", "decode"))
+        counted = _traced(trace["tokens"])
         yield f"routing     as traced in {trace['file']} (sha256 {trace['sha256'][:16]}): {counted}"
     weights = document["weights"]["path"]
     yield f"weights     {weights or 'none: the plan compiles, it cannot run'}"
+
+
+def _traced(tokens: dict[str, int]) -> str:
+    """Tokens of each phase in a trace; a phase without any of its own is costed with those of the other."""
+    own = [(phase, count) for phase, count in sorted(tokens.items(), reverse=True) if count]
+    parts = [f"{count:,} token{_s(count)} in {phase}" for phase, count in own]
+    lacking = [phase for phase, count in tokens.items() if not count]
+    borrowed = f"; none in {lacking[0]}, which is costed with the same ones" if lacking else ""
+    return " and ".join(parts) + borrowed
+
+
+def _s(count: int) -> str:
+    return "s" * (count != 1)
 
 
 def _cache(document: dict[str, Any]) -> Iterator[str]:
@@ -81,10 +110,12 @@ def _phases(document: dict[str, Any]) -> Iterator[str]:
     for name in sorted(document["phases"], key=_place):
         phase = document["phases"][name]
         yield ""
-        rows = "tokens" if name.startswith("prefill") else "sequences"
+        rows = f"{'token' if name.startswith('prefill') else 'sequence'}{_s(phase['tokens'])}"
         yield f"{name}: up to {phase['tokens']} {rows} a step on each dp rank, exchange {phase['exchange']}"
         if phase["exchanges"] is not None:
             yield from exchange_lines(phase["exchanges"])
+        elif phase["overlap_asked"] == "auto":
+            yield "  overlap off: nothing is exchanged"
         if document["cache"] is not None and (cached := document["cache"]["phases"].get(name)) is not None:
             yield from (f"  {line}" for line in phase_lines(cached))
         for run in phase["runs"]:

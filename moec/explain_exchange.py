@@ -87,8 +87,19 @@ def _best_by(chosen: dict[str, Any], other: dict[str, Any]) -> str:
     term = (min if faster else max)(sorted(more), key=lambda name: more[name])
     factor = other["us"] / chosen["us"]
     share = f"{factor:.2f} of its time" if faster else f"{factor:.2f} times as long"
-    spent = f"{abs(more[term]):.1f} us {'less' if faster else 'more'} for {SPENT[term]}"
+    spent = _spent(abs(other["us"] - chosen["us"]), abs(more[term]), SPENT[term], faster)
     return f": {_name(other)}, the best other, would take {share}, {spent}"
+
+
+def _spent(whole: float, part: float, on: str, is_less: bool) -> str:
+    """A difference of `whole` us, and how much of it the largest term is; other terms may take some of that back."""
+    word, opposite = ("less", "more") if is_less else ("more", "less")
+    if f"{part:.1f}" == f"{whole:.1f}":
+        return f"{whole:.1f} us {word}, all of it for {on}"
+    if part > whole:
+        return f"{whole:.1f} us {word}: {part:.1f} us {word} for {on}, {part - whole:.1f} us {opposite} for the rest"
+    share = "most" if part > whole / 2 else "the largest part"
+    return f"{whole:.1f} us {word}, {share} of it ({part:.1f} us) for {on}"
 
 
 def _by_tokens(table: dict[str, Any]) -> str:

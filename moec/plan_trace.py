@@ -20,16 +20,17 @@ class PlanTrace:
     """A trace that fits the model. `file` is its plain name and `sha256` its digest, so that a plan says which it was.
 
     `routing`: by phase, what its Program is costed with. A phase of which the trace has no tokens takes all of them.
+    `tokens`: by phase, how many tokens of its own the trace has.
     """
 
     file: str
     sha256: str
     routing: dict[str, RoutingTrace]
+    tokens: dict[str, int]
 
     def to_json(self) -> dict[str, Any]:
         """As plan.json has it: names and numbers of tokens, no choices."""
-        tokens = {phase: routing.expert_ids.shape[1] for phase, routing in self.routing.items()}
-        return {"file": self.file, "sha256": self.sha256, "tokens": tokens}
+        return {"file": self.file, "sha256": self.sha256, "tokens": self.tokens}
 
 
 def open_trace(path: Path, model: Model) -> PlanTrace:
@@ -40,7 +41,8 @@ def open_trace(path: Path, model: Model) -> PlanTrace:
     routing = {
         phase: RoutingTrace(ids if ids.shape[1] else trace.expert_ids, recall=recall) for phase, ids in own.items()
     }
-    return PlanTrace(path.name, hashlib.sha256(path.read_bytes()).hexdigest(), routing)
+    tokens = {phase: int(ids.shape[1]) for phase, ids in own.items()}
+    return PlanTrace(path.name, hashlib.sha256(path.read_bytes()).hexdigest(), routing, tokens)
 
 
 def _recall(trace: Trace) -> float | None:
@@ -58,7 +60,7 @@ def check_fit(trace: Trace, path: Path, model: Model) -> Trace:
         help = "record one with this model: `moec run --record FILE.npz`"
         raise fail("E0781", f"the trace `{path}` does not fit `{model.name}`: {reason}", help)
     counts = [layer.ffn.routed.count for layer in model.layers if isinstance(layer.ffn, Moe)]
-    return replace(trace, num_experts=max(trace.num_experts, *counts))
+    return replace(trace, num_experts=max(counts), is_counted=True)
 
 
 def _misfit(trace: Trace, model: Model) -> str:
@@ -71,4 +73,7 @@ def _misfit(trace: Trace, model: Model) -> str:
             return f"it has {trace.top} experts per token, layer {depth} of the model {ffn.router.top}"
         if ids.max() >= ffn.routed.count:
             return f"it has expert {ids.max()} in layer {depth}, whose experts are 0..{ffn.routed.count - 1}"
+    most = max(ffn.routed.count for _, ffn in sparse)
+    if trace.is_counted and trace.num_experts != most:
+        return f"it is of a model with {trace.num_experts} experts, this one has {most}"
     return ""

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from moec.cache.trace import Array, read_trace
 from moec.cli import app
 from moec.compiler import PHASES, checked_plan, compile, compile_phase, routing_of
+from moec.explain import explain_plan
 from tests.conftest import ROOT
 from tests.traces import random_ids, written
 
@@ -152,15 +153,30 @@ def test_the_plan_says_which_trace_and_explain_prints_it(tmp_path: Path) -> None
     text = (tmp_path / "made" / "plan.json").read_text()
     assert str(tmp_path) not in text
     told = json.loads(text)["trace"]
-    assert (told["file"], told["tokens"]) == ("t.npz", {"prefill": 64, "decode": 64})
+    assert (told["file"], told["tokens"]) == ("t.npz", {"prefill": 0, "decode": 64})
     code, out, _ = call("explain", tmp_path / "made")
     line = next(line for line in out.splitlines() if line.startswith("routing"))
-    wanted = (
-        f"routing     as traced in t.npz (sha256 {told['sha256'][:16]}): 64 tokens in prefill and 64 tokens in decode"
-    )
-    assert (code, line) == (0, wanted)
+    counted = "64 tokens in decode; none in prefill, which is costed with the same ones"
+    assert (code, line) == (0, f"routing     as traced in t.npz (sha256 {told['sha256'][:16]}): {counted}")
     moved = shutil.copy(trace, tmp_path / "t.npz")
     assert compile(file, trace=Path(moved)).document == compile(file, trace=trace).document
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "said"),
+    [
+        (1, 1200, "1 token in prefill and 1,200 tokens in decode"),
+        (2, 0, "2 tokens in prefill; none in decode, which is costed with the same ones"),
+        (0, 1, "1 token in decode; none in prefill, which is costed with the same ones"),
+    ],
+)
+def test_explain_counts_the_tokens_that_each_phase_has_of_its_own(
+    prefill: int, decode: int, said: str, tmp_path: Path
+) -> None:
+    ids, phase = one_sided(2, prefill + decode), np.repeat(np.array([0, 1], np.uint8), [prefill, decode])
+    document = compile(source(tmp_path), trace=written(tmp_path / "t.npz", ids, 8, phase=phase)).document
+    line = next(line for line in explain_plan(dict(document)).splitlines() if line.startswith("routing"))
+    assert line.endswith(f"): {said}")
 
 
 def test_without_a_trace_nothing_is_said(tmp_path: Path) -> None:
@@ -195,6 +211,24 @@ def test_a_trace_of_another_model_is_refused(ids: Array, reason: str, tmp_path: 
     assert (code, out) == (3, "")
     assert err.startswith(f"moec: error[E0781]: the trace `{trace}` does not fit `toy`: {reason}; ")
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("number", [7, 9, 64])
+def test_a_trace_of_a_model_with_another_number_of_experts_is_refused(number: int, tmp_path: Path) -> None:
+    """Though all its ids are experts here: by `compile`, by `moec cache`, and where a cache learns from it."""
+    ids = random_ids(2, 9, 4, 7)
+    file, trace = source(tmp_path), written(tmp_path / "t.npz", ids, number)
+    reason = f"it is of a model with {number} experts, this one has 8"
+    for command in (("compile", file, "--trace", trace), ("cache", trace, "--model", file)):
+        code, _, err = call(*command)
+        assert code == 3 and f"error[E0781]: the trace `{trace}` does not fit `toy`: {reason}; " in err
+    code, _, err = call("cache", written(tmp_path / "own.npz", ids, 8), "--model", file, "--learn", trace)
+    assert code == 3 and f"has 2 layers of {number} experts, the one measured 2 layers of 8 experts" in err
+
+
+def test_a_trace_that_does_not_give_its_number_of_experts_fits_by_its_ids(tmp_path: Path) -> None:
+    np.savez(tmp_path / "t.npz", expert_ids=one_sided(2)[:, :1], seq_lengths=np.array([1]))
+    assert compile(source(tmp_path), trace=tmp_path / "t.npz").document["trace"]["tokens"]["decode"] == 1
 
 
 @pytest.mark.parametrize("code", ["E0780", "E0781"])

@@ -31,12 +31,17 @@ from moec.files import write_whole
 PREFILL, DECODE = 0, 1
 #: Larger arrays are refused: a small zip file can unpack to a disk full of zeros.
 MOST_BYTES = 8 << 30
+#: More experts are refused: tables of pairs of experts are made of a trace, and no model has as many.
+MOST_EXPERTS = 1 << 14
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The choices of real tokens; the arrays are those of the module's table. Raises ValueError where they disagree."""
+    """The choices of real tokens; the arrays are those of the module's table. Raises ValueError where they disagree.
+
+    `is_counted`: the number of experts is the model's; in a file that does not give it, it is a guess from the ids.
+    """
 
     expert_ids: Array
     num_experts: int
@@ -45,6 +50,7 @@ class Trace:
     step_starts: Array
     gate_weights: Array | None = None
     predicted_ids: Array | None = None
+    is_counted: bool = True
 
     def __post_init__(self) -> None:
         _check_ids("expert_ids", self.expert_ids, 0, self.num_experts)
@@ -61,8 +67,10 @@ class Trace:
             if self.predicted_ids.shape[:2] != shape[:2]:
                 raise ValueError(f"predicted_ids is {_text(self.predicted_ids.shape)}, expert_ids {_text(shape)}")
         _check_shape("seq_lengths", self.seq_lengths, (self.seq_lengths.size,), "iu")
-        if (self.seq_lengths < 0).any() or self.seq_lengths.sum() != shape[1]:
-            raise ValueError(f"seq_lengths adds up to {self.seq_lengths.sum()} tokens, expert_ids has {shape[1]}")
+        if (self.seq_lengths < 0).any():
+            raise ValueError(f"seq_lengths has a negative length: {self.seq_lengths.min()}")
+        if (total := sum(self.seq_lengths.tolist())) != shape[1]:
+            raise ValueError(f"seq_lengths adds up to {total} tokens, expert_ids has {shape[1]}")
         _check_shape("phase", self.phase, (shape[1],), "iu")
         if not np.isin(self.phase, (PREFILL, DECODE)).all():
             raise ValueError("phase is neither 0 nor 1 somewhere")
@@ -131,14 +139,20 @@ def _trace(arrays: dict[str, Array]) -> Trace:
         _check_shape("gate_weight_e4", scaled, ids.shape, "iu")
         weights = scaled / np.float32(1e4)
     tokens = ids.shape[1]
+    is_counted = "num_experts" in arrays
+    num_experts = _number("num_experts", arrays["num_experts"]) if is_counted else int(ids.max()) + 1
+    if num_experts > MOST_EXPERTS:
+        name = "num_experts" if is_counted else "expert_ids"
+        raise ValueError(f"{name} tells of {num_experts} experts, more than {MOST_EXPERTS}")
     return Trace(
         ids,
-        _number("num_experts", arrays["num_experts"]) if "num_experts" in arrays else int(ids.max()) + 1,
+        num_experts,
         lengths,
         arrays.get("phase", np.full(tokens, DECODE, np.uint8)),
         arrays.get("step_starts", np.arange(tokens + 1, dtype=np.int64)),
         weights,
         arrays.get("predicted_ids"),
+        is_counted,
     )
 
 
