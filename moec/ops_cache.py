@@ -12,7 +12,8 @@ A guess may be wrong without harm to any result, so a count that is a part of a 
 from __future__ import annotations
 
 from moec.layout import Partial, Placed, Replicate, Shard
-from moec.ops import OPS, Call, Op, Places, Shapes, group_axis, like_first, local_dim, refuse, register, rows_and_param
+from moec.ops import OPS, Call, Op, Places, Shapes, like_first, local_dim, refuse, register, rows_and_param
+from moec.ops_comm import all_reduce_place
 from moec.ops_moe import held
 
 
@@ -35,14 +36,6 @@ def _counts_place(call: Call, axis: str, places: Places) -> Places:
     if ids in (Replicate(), Shard(0)):
         return (Partial() if ids == Shard(0) else ids,)
     raise refuse(call, axis, places, "only what routing chose at home is counted")
-
-
-def _sum_place(call: Call, axis: str, places: Places) -> Places:
-    if axis == group_axis(call):
-        if places == (Partial(),):
-            return (Replicate(),)
-        raise refuse(call, axis, places, "a whole count would be summed once per rank")
-    return places
 
 
 def _start_shape(call: Call) -> Shapes:
@@ -92,7 +85,7 @@ SERVED = ("float", "i32", "i32", "float", "float")
 
 register(Op("guess", ("float", "float", "float", "fp32"), _guess_shape, rows_and_param, GUESS, num_optional=1))
 register(Op("count_experts", ("i64",), _counts_shape, _counts_place, ("table",)))
-register(Op("sum_counts", ("i64",), like_first, _sum_place, ("group",), effects=COMM))
+register(Op("sum_counts", ("i64",), like_first, all_reduce_place, ("group",), effects=COMM))
 register(Op("prefetch.start", ("i64",), _start_shape, _start_place, START, effects=CACHE))
 register(Op("prefetch.wait", ("i32",), _wait_shape, _as_offsets, ("table",), effects=CACHE))
 register(Op("cached_experts", SERVED, _served_shape, _served_place, ("table",)))

@@ -55,7 +55,8 @@ def _reduce_scatter_place(call: Call, axis: str, places: Places) -> Places:
     return _with_sizes(call, axis, places)
 
 
-def _all_reduce_place(call: Call, axis: str, places: Places) -> Places:
+def all_reduce_place(call: Call, axis: str, places: Places) -> Places:
+    """Parts of a sum over the group become the whole sum on each of its ranks."""
     if axis == group_axis(call):
         if places == (Partial(),):
             return (Replicate(),)
@@ -165,7 +166,7 @@ def collective(
 collective("exchange_sizes", ("any",), _sizes_shape, _sizes_place)
 collective("all_gather_rows", ("any", "i64"), _gather_rows_shape, _gather_rows_place)
 collective("reduce_scatter_rows", ("float", "i64"), _reduce_scatter_shape, _reduce_scatter_place)
-collective("all_reduce", ("float",), _same_value, _all_reduce_place)
+collective("all_reduce", ("float",), _same_value, all_reduce_place)
 collective("all_gather", ("float",), _all_gather_shape, _all_gather_place, "dim")
 collective(
     "relayout",
