@@ -53,7 +53,7 @@ def _some_experts_read_where_all_should_be(program: Program) -> None:
     served.replace_all_uses_with(out)
 
 
-@mistake("cached", "a whole count would be summed once per rank")
+@mistake("cached", "a whole value would be summed once per rank")
 def _guesses_added_up_twice(program: Program) -> None:
     body = layer(program)
     (summed,) = ops(body, "sum_counts")
