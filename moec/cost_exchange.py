@@ -1,7 +1,8 @@
-"""What each way to bring rows to their experts would cost, and which is cheapest.
+"""What each way to bring rows to their experts would cost, and which is cheapest of those that fit.
 
-Every candidate is lowered for real, on a copy of the bodies that route, and the operations of its exchange are added
-up. The experts' own products are the same in all of them and left out.
+Every candidate is lowered for real, on a copy of the bodies, and the operations of its exchange are added up. The
+experts' own products are the same in all of them and left out. What a device must hold is counted on the whole copy, as
+pass plan-memory counts it in the end, but for chunks of an overlap.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from moec.cache_sizes import count_slots
 from moec.cost import TERMS, node_cost
 from moec.cost_flow import CLASSES
+from moec.cost_memory import most_memory
 from moec.cost_sizes import Sizes, sizes_of, token_rows, with_tokens
 from moec.ir import Body, Program, is_op, op_of
+from moec.ir_slots import most_held
 
 Candidate = tuple[str, str]
 
@@ -48,8 +52,9 @@ class Estimate:
     """One candidate in one sparse layer, on the busiest rank.
 
     `bytes` and `messages`: by class (memory, intra, inter). `terms`: microseconds by what they are spent on, see
-    `moec.cost.TERMS`. `unknown`: links whose rate the cluster does not give. `note`: what stands against the candidate;
-    unless `is_eligible`, `auto` leaves it out, and where it is not possible at all the rest is empty.
+    `moec.cost.TERMS`. `unknown`: links whose rate the cluster does not give. `memory`: bytes of the whole plan on the
+    fullest rank, None where devices have no limit. `note`: what stands against the candidate; unless `is_eligible`,
+    `auto` leaves it out, and where it is not possible at all the rest is empty.
     """
 
     exchange: str
@@ -58,6 +63,7 @@ class Estimate:
     messages: tuple[float, ...] = (0.0, 0.0, 0.0)
     terms: dict[str, float] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
+    memory: int | None = None
     note: str = ""
     is_eligible: bool = True
 
@@ -65,6 +71,17 @@ class Estimate:
     def us(self) -> float | None:
         """Microseconds of one layer, None where they are not known."""
         return None if self.unknown or not self.terms else sum(self.terms.values())
+
+    def amount(self, measure: str) -> float:
+        """What candidates are compared by: see `measure_of`."""
+        return (self.us or 0.0) if measure == "us" else self.bytes[CLASSES.index(measure)]
+
+
+def measure_of(found: Sequence[Estimate]) -> str:
+    """What tells candidates apart: `us`, or where a time is not known the slowest class of link that they send over."""
+    if all(estimate.us is not None for estimate in found):
+        return "us"
+    return "inter" if any(estimate.bytes[CLASSES.index("inter")] for estimate in found) else "intra"
 
 
 @dataclass(frozen=True)
@@ -84,7 +101,7 @@ class Comparison:
 
     def __init__(self, program: Program, lower: Lower) -> None:
         self.program, self.lower = program, lower
-        self._lowered: dict[tuple[str, str, int], list[_Lowered]] = {}
+        self._lowered: dict[tuple[str, str, int], tuple[Program, list[_Lowered]]] = {}
         self._estimates: dict[tuple[str, str, int], Estimate] = {}
 
     def open_candidates(self) -> Sequence[Candidate]:
@@ -96,39 +113,55 @@ class Comparison:
 
     def estimate(self, candidate: Candidate, tokens: int | None = None) -> Estimate:
         """One candidate at `tokens` rows per dp rank and step, or at the program's."""
-        program = self.program if tokens is None else replace(self.program, tokens=tokens)
-        key = *candidate, token_rows(program)
+        program = self.program if tokens is None else _in_steps_of(self.program, tokens)
+        key = *candidate, program.tokens
         if key not in self._estimates:
             note, is_eligible, is_possible = _standing(program, candidate)
             bare = Estimate(*candidate, note=note, is_eligible=is_eligible)
-            self._estimates[key] = self._total(bare, program) if is_possible else bare
+            self._estimates[key] = self._fit(self._total(bare, program), program) if is_possible else bare
         return self._estimates[key]
 
     def cheapest(self, among: Sequence[Candidate], tokens: int | None = None) -> Candidate:
-        """The cheapest of `among`; the first of them where a link's rate is not known."""
-        eligible = [self.estimate(c, tokens) for c in among if _standing(self.program, c)[1]]
-        times = [found.us for found in eligible if found.us is not None]
-        if not times or len(times) < len(eligible):
-            return among[0]
-        return next(
-            (f.exchange, f.combine) for f, us in zip(eligible, times, strict=True) if us <= min(times) * (1 + TIE)
-        )
+        """The cheapest of `among` that a device has room for, where none has the one that needs least.
 
-    def ranges(self, among: Sequence[Candidate]) -> list[tuple[int, int, Candidate]]:
+        By time, or where a link's rate is not known by bytes over the slowest class of links.
+        """
+        if (best := self._best(among, tokens)) is not None:
+            return best
+        allowed = [c for c in among if _standing(self.program, c)[1]] or among
+        return min(allowed, key=lambda c: self.estimate(c, tokens).memory or 0)
+
+    def _best(self, among: Sequence[Candidate], tokens: int | None) -> Candidate | None:
+        eligible = [found for c in among if (found := self.estimate(c, tokens)).is_eligible]
+        if not eligible:
+            return None
+        measure = measure_of(eligible)
+        least = min(found.amount(measure) for found in eligible)
+        return next((f.exchange, f.combine) for f in eligible if f.amount(measure) <= least * (1 + TIE))
+
+    def fitting(self, chosen: Candidate) -> tuple[str, ...]:
+        """Exchanges that a device has room for, where it has none for the one chosen."""
+        limit = self.program.cluster.device.memory_bytes
+        if limit is None or (self.estimate(chosen).memory or 0) <= limit:
+            return ()
+        return tuple(dict.fromkeys(exchange for exchange, c in CANDIDATES if self.estimate((exchange, c)).is_eligible))
+
+    def ranges(self, among: Sequence[Candidate]) -> list[tuple[int, int, Candidate | None]]:
         """(first, last, cheapest) of the runs of token counts from 1 to 65,536 with the same cheapest candidate.
 
-        Each change between two powers of two is found by bisection; a run that lies between them unseen is not.
+        None where no candidate fits. Each change between two powers of two is found by bisection; a run that lies
+        between them unseen is not.
         """
         marks = [1 << i for i in range(MOST_TOKENS.bit_length())]
         starts = [1]
         for low, high in itertools.pairwise(marks):
             starts += self._changes(among, low, high)
         ends = [start - 1 for start in starts[1:]] + [MOST_TOKENS]
-        return [(first, last, self.cheapest(among, first)) for first, last in zip(starts, ends, strict=True)]
+        return [(first, last, self._best(among, first)) for first, last in zip(starts, ends, strict=True)]
 
     def _changes(self, among: Sequence[Candidate], low: int, high: int) -> list[int]:
         """Token counts in (low, high] whose cheapest is not that of one token less."""
-        if self.cheapest(among, low) == self.cheapest(among, high):
+        if self._best(among, low) == self._best(among, high):
             return []
         if high == low + 1:
             return [high]
@@ -140,7 +173,7 @@ class Comparison:
         moved, messages = [0.0] * len(CLASSES), [0.0] * len(CLASSES)
         terms: dict[str, float] = dict.fromkeys(TERMS, 0.0)
         unknown: set[str] = set()
-        for lowered in self._lower(bare, program):
+        for lowered in self._lower(bare, program)[1]:
             sizes = with_tokens(lowered.sizes, program.tokens)
             for cost in (node_cost(sizes, node) for node in lowered.nodes):
                 for i in range(len(CLASSES)):
@@ -152,19 +185,46 @@ class Comparison:
         terms = {term: us for term, us in terms.items() if us}
         return replace(bare, bytes=tuple(moved), messages=tuple(messages), terms=terms, unknown=tuple(sorted(unknown)))
 
-    def _lower(self, bare: Estimate, program: Program) -> list[_Lowered]:
-        """The bodies that route, lowered. Only a padded exchange has its number of tokens built in."""
+    def _fit(self, found: Estimate, program: Program) -> Estimate:
+        """With the memory that the whole program takes, and a note where a device has less."""
+        limit = program.cluster.device.memory_bytes
+        if limit is None:
+            return found
+        lowered, _ = self._lower(found, program)
+        memory = most_memory(replace(lowered, tokens=program.tokens, slots=program.slots))
+        if memory <= limit:
+            return replace(found, memory=memory)
+        note = found.note or f"does not fit: {memory / 2**30:.1f} GiB of {limit / 2**30:.1f}"
+        return replace(found, memory=memory, note=note, is_eligible=False)
+
+    def _lower(self, bare: Estimate, program: Program) -> tuple[Program, list[_Lowered]]:
+        """A lowered copy, and its bodies that route. Only a padded exchange has its number of tokens built in."""
         key = bare.exchange, bare.combine, token_rows(program) if bare.exchange == "padded" else 0
         if key not in self._lowered:
-            bodies = {name: copy_body(body) if is_sparse(body) else body for name, body in program.bodies.items()}
+            bodies = {name: copy_body(body) for name, body in program.bodies.items()}
             copied = replace(program, exchange=bare.exchange, combine=bare.combine, bodies=bodies)
             self.lower(copied)
             layers = {name: len(program.layers_of(name)) for name in bodies if is_sparse(program.bodies[name])}
-            self._lowered[key] = [
+            routing = [
                 _Lowered(sizes_of(copied, bodies[name]), _exchange(bodies[name]), n / sum(layers.values()))
                 for name, n in layers.items()
             ]
+            self._lowered[key] = _with_slots(copied), routing
         return self._lowered[key]
+
+
+def _in_steps_of(program: Program, tokens: int) -> Program:
+    """A row of a decode step is a sequence, which has its KV memory."""
+    slots = tokens if program.phase == "decode" else program.slots
+    return replace(program, tokens=tokens, slots=slots)
+
+
+def _with_slots(program: Program) -> Program:
+    """With the slots of its expert cache settled, as pass cache-experts will."""
+    if (cache := program.cache) is None or cache.slots is not None:
+        return program
+    slots = min(count_slots(program), most_held(program))
+    return replace(program, cache=replace(cache, slots=slots, hbm=None, share=None))
 
 
 def _standing(program: Program, candidate: Candidate) -> tuple[str, bool, bool]:

@@ -27,24 +27,40 @@ def token_rows(program: Program) -> int:
     return -(-program.tokens // mesh.split_parts) if mesh.tp > mesh.etp else program.tokens * mesh.split_parts
 
 
-def bounds(program: Program, top: int, held: int) -> dict[str, int]:
-    """The largest value of each run-time symbol: `top` experts a token, `held` on this rank."""
+def bounds(program: Program, body: Body, top: int, held: int) -> dict[str, int]:
+    """The largest value of each run-time symbol in `body`: `top` experts a token, `held` on this rank.
+
+    A row goes once to each rank that a hop can take it to. So half-way, a rank has at most every row of those ranks
+    from which the first hop leads to it, and sends each of them on to at most `top` others.
+    """
     mesh, tokens = program.mesh, program.tokens
     piece = token_rows(program)
     gathered = piece * mesh.ep
+    reach = {start: len(mesh.groups()[group][0]) for group, start in hops_of(body)}
+    first = reach.get("home", 1)
+    second = reach.get("node", reach.get("local", 1))
     return {
         "T": tokens,
         "S": piece,
         "L": min(tokens, program.slots),
-        "P": piece * min(top, mesh.ep),
+        "P": piece * min(top, first),
         "K": piece * top,
-        "H": gathered,
-        "Q": gathered * min(top, mesh.local),
+        "H": piece * first,
+        "Q": piece * first * min(top, second),
         "R": gathered,
         "X": gathered * min(top, held),
         "G": gathered,
         "M": held,
     }
+
+
+def hops_of(body: Body) -> list[tuple[str, str]]:
+    """(group, start) of the hops out; those of each chunk where there are several."""
+    return [
+        (str(node.kwargs["group"]), at(type_of(operands(node)[0]).layout.on("ep")))
+        for node in body.graph.nodes
+        if is_op(node) and op_of(node).name == "fan_out"
+    ]
 
 
 def num_chunks(body: Body) -> int:
@@ -128,20 +144,11 @@ class Sizes:
             return found
         found |= {"G": rows * program.mesh.ep, "K": rows * self.top, "X": rows * served_pairs(self.route)}
         found["M"] = float(max(self.route.placement.counts))
-        for group, start in self._hops:
+        for group, start in hops_of(self.body):
             flow, end = self.flow(group, start), HOPS[group, start]
             found["P" if start == "home" else "Q"] = rows * flow.sent
             found["R" if end == "expert" else "H"] = rows * flow.arrived
         return found
-
-    @cached_property
-    def _hops(self) -> list[tuple[str, str]]:
-        """(group, start) of the hops out."""
-        return [
-            (str(node.kwargs["group"]), at(type_of(operands(node)[0]).layout.on("ep")))
-            for node in self.body.graph.nodes
-            if is_op(node) and op_of(node).name == "fan_out"
-        ]
 
 
 def sizes_of(program: Program, body: Body) -> Sizes:

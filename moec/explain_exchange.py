@@ -68,13 +68,30 @@ def _reason(table: dict[str, Any]) -> Iterator[str]:
     """Who chose; then the best other candidate and what it would spend more on."""
     chosen = next(c for c in table["candidates"] if _name(c) == _name(table["chosen"]))
     by_model = "auto" in table["asked"].values()
-    who = "auto chose" if by_model else "the plan asks for"
+    who = f"{'auto chose' if by_model else 'the plan asks for'} {_name(chosen)}"
     if unknown := sorted({link for c in table["candidates"] if c["is_eligible"] for link in c["unknown"]}):
         what = " and ".join(CLASSES[link] for link in unknown)
-        yield f"{who} {_name(chosen)}: the cluster does not give the rate of its links {what}, so times are not known"
+        yield f"{who}: the cluster does not give the rate of its links {what}, so times are not known"
+        if by_model:
+            yield f"  {_by_bytes(table, chosen)}"
         return
     others = [c for c in table["candidates"] if c["is_eligible"] and c is not chosen]
-    yield f"{who} {_name(chosen)}{_best_by(chosen, min(others, key=lambda c: float(c['us'])))}"
+    if not others:
+        yield f"{who}: no other is possible and fits"
+        return
+    yield f"{who}{_best_by(chosen, min(others, key=lambda c: float(c['us'])))}"
+
+
+def _by_bytes(table: dict[str, Any], chosen: dict[str, Any]) -> str:
+    """What speaks for the candidate chosen where no time is known."""
+    link, asked = table["by"], table["asked"]["exchange"]
+    open_ones = [c for c in table["candidates"] if c["is_eligible"] and asked in ("auto", c["exchange"])]
+    size = chosen["bytes"][link]
+    alike = [c for c in open_ones if c is not chosen and abs(c["bytes"][link] - size) <= 0.01 * size]
+    where = CLASSES[link]
+    if alike:
+        return f"{_name(alike[0])} moves as good as the same bytes {where}, and the simpler goes first"
+    return f"it moves the fewest bytes {where}"
 
 
 def _best_by(chosen: dict[str, Any], other: dict[str, Any]) -> str:
@@ -103,8 +120,14 @@ def _spent(whole: float, part: float, on: str, is_less: bool) -> str:
 
 
 def _by_tokens(table: dict[str, Any]) -> str:
-    """From which number of tokens on which candidate is cheapest."""
-    runs = table["by_tokens"]
+    """From which number of tokens on which candidate is cheapest, or moves the fewest bytes where times are unknown."""
+    runs, by = table["by_tokens"], table["by"]
     if len(runs) == 1:
-        return f"{_name(runs[0])} is cheapest for any number of tokens from {runs[0]['first']} to {runs[0]['last']}"
-    return "cheapest by tokens of a dp rank: " + ", ".join(f"{r['first']}..{r['last']} {_name(r)}" for r in runs)
+        does = "is cheapest" if by == "us" else f"moves the fewest bytes {CLASSES[by]}"
+        return f"{_name(runs[0])} {does} for any number of tokens from {runs[0]['first']} to {runs[0]['last']}"
+    what = "cheapest" if by == "us" else f"fewest bytes {CLASSES[by]}"
+    return f"{what} by tokens of a dp rank: " + ", ".join(f"{r['first']}..{r['last']} {_run(r)}" for r in runs)
+
+
+def _run(run: dict[str, Any]) -> str:
+    return "none fits" if run["exchange"] == "none" else _name(run)

@@ -180,8 +180,9 @@ class Program:
 
     `tokens`: rows per step and dp rank at most. `slots`: sequences per dp rank at most. `context`: longest sequence.
     `done`: names of the passes that ran; the verifier holds what each of them promises.
-    `routing`: the trace of this program's sparse layers that costs are counted over, None: random routing. It is known
-    while a program is compiled, and no part of what the program says: neither printed nor compared.
+    `routing`: the trace of this program's sparse layers that costs are counted over, None: random routing. `fitting`:
+    exchanges that the devices have room for, where they have none for this one. Both are known while a program is
+    compiled, and no part of what the program says: neither printed nor compared.
     """
 
     name: str
@@ -208,6 +209,7 @@ class Program:
     memory: tuple[Memory, ...] = ()  # by rank, once planned
     done: tuple[str, ...] = ()
     routing: RoutingTrace | None = None
+    fitting: tuple[str, ...] = ()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Program) and program_key(self) == program_key(other)

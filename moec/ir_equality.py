@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def program_key(program: Program) -> tuple[Any, ...]:
     """Everything a program says, with values named by position: equal programs have equal keys."""
-    plain = {k: v for k, v in vars(program).items() if k not in ("bodies", "routing")}
+    plain = {k: v for k, v in vars(program).items() if k not in ("bodies", "routing", "fitting")}
     return plain, [_body_key(body) for body in program.bodies.values()]
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from moec.checked import Phase, Plan
-from moec.cost_exchange import CANDIDATES, Candidate, Comparison, Estimate
+from moec.cost_exchange import CANDIDATES, Candidate, Comparison, Estimate, measure_of
 from moec.cost_flow import CLASSES
 from moec.ir import Program
 
@@ -34,12 +34,17 @@ class ExchangeTables:
 
 
 def table(comparison: Comparison, phase: Phase, chosen: Candidate) -> dict[str, Any]:
-    """Every candidate, the one chosen, and the cheapest at other numbers of tokens, as JSON."""
+    """Every candidate, the one chosen, and the cheapest at other numbers of tokens, as JSON.
+
+    `by`: what tells them apart, see `moec.cost_exchange.measure_of`.
+    """
+    found = [comparison.estimate(candidate) for candidate in CANDIDATES]
     return {
         "asked": {"exchange": phase.exchange, "combine": phase.combine},
         "chosen": _name(chosen),
         "cheapest": _name(comparison.cheapest(CANDIDATES)),
-        "candidates": [_candidate(comparison.estimate(candidate)) for candidate in CANDIDATES],
+        "by": measure_of([estimate for estimate in found if estimate.is_eligible]),
+        "candidates": [_candidate(estimate) for estimate in found],
         "by_tokens": [
             {"first": first, "last": last, **_name(candidate)}
             for first, last, candidate in comparison.ranges(CANDIDATES)
@@ -55,10 +60,11 @@ def _candidate(found: Estimate) -> dict[str, Any]:
         "us": None if found.us is None else round(found.us, 3),
         "terms": {term: round(us, 3) for term, us in found.terms.items()},
         "unknown": list(found.unknown),
+        "memory_bytes": found.memory,
         "note": found.note,
         "is_eligible": found.is_eligible,
     }
 
 
-def _name(candidate: Candidate) -> dict[str, str]:
-    return dict(zip(("exchange", "combine"), candidate, strict=True))
+def _name(candidate: Candidate | None) -> dict[str, str]:
+    return dict(zip(("exchange", "combine"), candidate or ("none", "none"), strict=True))

@@ -14,7 +14,8 @@ from moec.passes.base import Pass, pass_named
 class ChooseExchange(Pass):
     """Settle `exchange = auto` and `combine = auto` for the cheapest of the candidates, lowered by pass `lowering`.
 
-    Of equal times the simplest wins, and without the links' rates the first; `moec explain` shows the table.
+    One that the devices have no room for is left out. Of equal times the simplest wins; without the links' rates, fewer
+    bytes over the slowest class of them. `moec explain` shows the table.
 
     before: exchange=auto combine=auto
     after:  exchange=two_hop combine=reduced
@@ -24,16 +25,21 @@ class ChooseExchange(Pass):
     lowering: str = "insert-exchange"
 
     def run(self, program: Program) -> None:
-        if "auto" not in (program.exchange, program.combine):
-            return
-        chosen = CANDIDATES[0]
+        is_open = "auto" in (program.exchange, program.combine)
+        chosen = CANDIDATES[0] if is_open else (program.exchange, program.combine)
         if program.mesh.ep > 1 and program.experts:
             comparison = self.compare(program)
-            chosen = comparison.cheapest(comparison.open_candidates())
+            chosen = comparison.cheapest(comparison.open_candidates()) if is_open else chosen
+            program.fitting = comparison.fitting(chosen)
         program.exchange, program.combine = chosen
-        if program.exchange != "padded":  # bounds of no other exchange
+        if is_open and program.exchange != "padded":  # bounds of no other exchange
             program.capacity, program.drop = None, False
 
     def compare(self, program: Program) -> Comparison:
         """All candidates of a program that has not been lowered yet."""
-        return Comparison(program, pass_named(self.lowering)().run)
+
+        def lower(copied: Program) -> None:
+            for name in (self.lowering, "fuse-gate-up"):  # the second makes of an expert's values what memory counts
+                pass_named(name)().run(copied)
+
+        return Comparison(program, lower)

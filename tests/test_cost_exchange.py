@@ -18,7 +18,7 @@ from moec.checked import Plan
 from moec.compiler import compile, compile_phase
 from moec.cost import node_costs, of_operation
 from moec.cost_exchange import CANDIDATES, MOST_TOKENS, OPERATIONS, TIE, Comparison
-from moec.diagnostics import SourceFile
+from moec.diagnostics import CompileError, SourceFile
 from moec.explain import explain_plan
 from moec.explain_exchange import exchange_lines
 from moec.ir import Program
@@ -29,7 +29,7 @@ from moec.plan_exchange import table
 from moec.semantics import check
 from moec.topology import Cluster, Device, Link
 from tests.conftest import ROOT
-from tests.programs import moe, plan, program_of
+from tests.programs import few, moe, plan, program_of
 
 GOLDEN = ROOT / "tests" / "golden" / "explain"
 DGX = Cluster(
@@ -172,12 +172,119 @@ def test_capacity_stays_only_with_a_padded_exchange() -> None:
     assert (dropped.exchange, dropped.capacity, dropped.drop) == ("two_hop", None, False)
 
 
-def test_without_links_rates_the_first_is_taken() -> None:
-    unknown = replace(DGX, inter=None)
-    program = lowered(on(unknown), "prefill")
-    assert (program.exchange, program.combine) == ("flat", "ordered")
-    text = "\n".join(exchange_lines(table(comparison(on(unknown)), on(unknown).prefill, CANDIDATES[0])))
-    assert "auto chose flat ordered: the cluster does not give the rate of its links between nodes" in text
+def explained(chosen: Plan, phase: str = "prefill") -> str:
+    """What `moec explain` says of the exchange."""
+    program, found = lowered(chosen, phase, "choose-exchange"), comparison(chosen, phase)
+    return "\n".join(exchange_lines(table(found, getattr(chosen, phase), (program.exchange, program.combine))))
+
+
+def test_without_links_rates_the_fewest_bytes_between_nodes_are_taken() -> None:
+    text = explained(on(replace(DGX, inter=None)))
+    assert "auto chose two_hop: the cluster does not give the rate of its links between nodes, so times are not" in text
+    assert "it moves the fewest bytes between nodes" in text
+    assert "two_hop moves the fewest bytes between nodes for any number of tokens from 1 to 65536" in text
+    assert "cheapest" not in text
+
+
+def test_without_any_rate_sums_come_home_where_a_rank_has_several_of_a_tokens_experts() -> None:
+    unknown = replace(PAIR, intra=None)
+    text = explained(on(unknown, top=2))
+    assert "auto chose flat reduced: " in text and "it moves the fewest bytes inside nodes" in text
+    asked = explained(on(unknown, "flat", "ordered"))
+    assert "the plan asks for flat ordered: " in asked and "it moves" not in asked
+
+
+def test_of_as_many_bytes_the_simpler_is_taken() -> None:
+    text = explained(on(replace(PAIR, intra=None), experts=2, top=2))
+    assert "auto chose flat ordered: " in text
+    assert "flat reduced moves as good as the same bytes inside nodes, and the simpler goes first" in text
+
+
+# --- what fits -----------------------------------------------------------------------------------------------------
+
+
+def with_memory(chosen: Plan, limit: int | None) -> Plan:
+    """The plan on devices of so many bytes."""
+    cluster = chosen.mesh.cluster
+    device = replace(cluster.device, memory_bytes=limit)
+    return replace(chosen, mesh=replace(chosen.mesh, cluster=replace(cluster, device=device)))
+
+
+def needs(chosen: Plan) -> dict[str, int]:
+    """Bytes on the fullest rank once prefill is compiled, by exchange."""
+    written = {c: replace(chosen, prefill=replace(chosen.prefill, exchange=c[0], combine=c[1])) for c in CANDIDATES}
+    return {" ".join(c): max(m.total for m in lowered(w, "prefill").memory) for c, w in written.items()}
+
+
+def test_counts_the_memory_that_the_compiled_plan_takes() -> None:
+    large = with_memory(on(DGX), 1 << 50)
+    found = comparison(large)
+    assert {" ".join(c): found.estimate(c).memory for c in CANDIDATES} == needs(large)
+
+
+def test_what_does_not_fit_is_not_chosen() -> None:
+    need = needs(on(DGX))
+    tight = with_memory(on(DGX), need["two_hop reduced"] - 1)
+    program = lowered(tight, "prefill")
+    assert need[f"{program.exchange} {program.combine}"] < need["two_hop reduced"]
+    gib = 2**30
+    note = f"does not fit: {need['two_hop reduced'] / gib:.1f} GiB of {(need['two_hop reduced'] - 1) / gib:.1f}"
+    (row,) = (line for line in explained(tight).splitlines() if line.startswith("    two_hop"))
+    assert row.endswith(note)
+    assert "none fits" in explained(tight)  # of steps with many times the tokens
+    assert lowered(with_memory(on(DGX), need["two_hop reduced"]), "prefill").exchange == "two_hop"
+
+
+def test_where_nothing_fits_the_smallest_is_said_not_to() -> None:
+    need = needs(on(DGX))
+    tight = with_memory(on(DGX), min(need.values()) - 1)
+    smallest = min(CANDIDATES, key=lambda c: need[" ".join(c)])
+    program = lowered(tight, "prefill", "choose-exchange")
+    assert (program.exchange, program.combine) == smallest and program.fitting == ()
+    with pytest.raises(CompileError, match=r"prefill needs 3\.2 GiB on rank 0, a device of dgx has 3\.2 GiB"):
+        lowered(tight, "prefill")
+
+
+def test_a_plan_too_large_is_told_what_fits() -> None:
+    need = needs(on(DGX))
+    tight = with_memory(on(DGX, "two_hop", "reduced"), need["two_hop reduced"] - 1)
+    with pytest.raises(CompileError) as caught:
+        lowered(tight, "prefill")
+    help = caught.value.diagnostics[0].help
+    assert help.startswith("use `exchange = flat`") and "a smaller `prefill { tokens }`, more devices" in help
+    assert "two_hop" not in help
+    weights = lowered(on(DGX), "prefill").memory[0].weights
+    with pytest.raises(CompileError) as caught:
+        lowered(with_memory(tight, weights), "prefill")  # no step is small enough
+    help = caught.value.diagnostics[0].help
+    assert help.startswith("use more devices") and "exchange" not in help and "tokens" not in help
+
+
+def test_slots_of_a_cache_are_counted_not_all_experts() -> None:
+    """64 experts on 2 devices: 2 of the 32 on each are in slots."""
+    cached = replace(on(PAIR), cache=few(2))
+    sizes = {" ".join(c): comparison(with_memory(cached, 1 << 50)).estimate(c).memory or 0 for c in CANDIDATES}
+    whole = comparison(with_memory(on(PAIR), 1 << 50)).estimate(("flat", "reduced")).memory or 0
+    assert sizes["flat reduced"] < whole
+    tight = with_memory(cached, sizes["flat reduced"])
+    assert lowered(tight, "prefill").memory[0].total <= sizes["flat reduced"]
+
+
+def test_deepseek_v3_on_8_nodes_has_room_for_two_hops() -> None:
+    """Half-way a rank has rows of the ranks that the first hop comes from, not of the whole group."""
+    text = """
+use model deepseek_v3
+use cluster dgx_h200
+mesh pod on dgx_h200[8] { attention = dp(8) * tp(8)  experts = ep(64) }
+plan serve {
+  run deepseek_v3 on pod
+  context = 8192
+  prefill { tokens = 16384  exchange = auto }
+  decode  { batch = 64 }
+}
+"""
+    program = compile_phase(check(SourceFile("pod.moe", text)).plan(), "prefill", "pod.moe")
+    assert program.exchange == "two_hop" and program.memory[0].buffers < 36 * 2**30
 
 
 def test_nothing_to_exchange_is_settled_too() -> None:
@@ -186,6 +293,32 @@ def test_nothing_to_exchange_is_settled_too() -> None:
 
 
 # --- what is printed -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", ["off", "2"])
+def test_a_layers_time_is_that_of_its_schedule(overlap: str, tmp_path: Path) -> None:
+    """As the lines of overlap have it, where the transfers that pass under others count once."""
+    source = tmp_path / "pod.moe"
+    text = SOURCES["deepseek_v3_overlapped_on_4_nodes"].replace("overlap = auto", f"overlap = {overlap}")
+    source.write_text(text)
+    artifact = compile(source)
+    phase = artifact.document["phases"]["prefill"]
+    summed = sum(cost.us or 0.0 for body, cost in node_costs(artifact.prefill) if body == "sparse")
+    if overlap == "off":
+        assert phase["us"]["sparse"] == pytest.approx(summed)
+    else:
+        assert phase["us"]["sparse"] < 0.95 * summed
+        by_chunks = phase["exchanges"]["overlap"]["by_chunks"]
+        assert 58 * phase["us"]["sparse"] == pytest.approx(by_chunks[phase["overlap"]], rel=1e-5)
+
+
+def test_nothing_to_overlap_is_said(tmp_path: Path) -> None:
+    source = tmp_path / "alone.moe"
+    source.write_text((ROOT / "examples" / "toy.moe").read_text())
+    alone = ["mesh.attention=dp(1)", "mesh.experts=ep(1)", "plan.prefill.overlap=auto"]
+    text = explain_plan(json.loads(json.dumps(compile(source, overrides=alone).document)))
+    assert text.count("overlap off: nothing is exchanged") == 1
+
 
 SOURCES = {
     "deepseek_v3_on_4_nodes": """\
@@ -238,7 +371,7 @@ plan serve {{
   decode {{ batch = {batch}  exchange = two_hop  overlap = auto }}
 }}
 """
-    chosen = check(SourceFile("pod.moe", text)).plan()
+    chosen = with_memory(check(SourceFile("pod.moe", text)).plan(), None)  # not the question here
     assert compile_phase(chosen, phase, "pod.moe", stop_after="plan-overlap").overlap == overlap
 
 
