@@ -54,6 +54,7 @@ def check_plan(
     _join(model, mesh, run.span, values)
     for phase in phases.values():
         _need_equal_nodes(node, phase, mesh, values)
+        _need_exchange(node, phase, model, mesh, run.span, values)
     _need_experts(model, mesh, expert_views.get(run.mesh.id if run.mesh else ""), run.span, values)
     cache = None
     if declared is not None and run.cache is not None:
@@ -212,11 +213,29 @@ def _need_equal_nodes(node: ast.Plan, phase: Phase | None, mesh: MeshSpec, value
     values.problems.add("E0309", message, at, help=help, also=also)
 
 
+def _need_exchange(
+    node: ast.Plan, phase: Phase | None, model: Model, mesh: MeshSpec, run: Span, values: Values
+) -> None:
+    """Chunks overlap an exchange with what the experts do: where nothing is exchanged they would do nothing."""
+    routes = any(isinstance(layer.ffn, Moe) for layer in model.layers)
+    if phase is None or phase.overlap in ("off", "auto") or (routes and mesh.ep > 1):
+        return
+    why = f"experts with ep({mesh.ep}) exchange nothing" if routes else f"model `{model.name}` has no experts"
+    message = f"`overlap = {phase.overlap}` has nothing to overlap: {why}"
+    help = "use a mesh with `experts = ep(2)` or more, or " * routes + "leave `overlap` out"
+    also = [Label(run, "because of this")]
+    values.problems.add("E0224", message, _overlap_at(node, phase), help=help, also=also)
+
+
+def _overlap_at(node: ast.Plan, phase: Phase) -> Span:
+    return next(item.name.span for item in _written(node, phase.name)[0].items if item.name.id == "overlap")
+
+
 def _need_one_piece(node: ast.Plan, phase: Phase | None, cache: ast.Name, values: Values) -> None:
     """A cache is asked once for all experts that a layer's rows need: chunks would copy an expert once for each."""
     if phase is None or phase.overlap in ("off", "auto"):
         return
-    at = next(item.name.span for item in _written(node, phase.name)[0].items if item.name.id == "overlap")
+    at = _overlap_at(node, phase)
     message = f"`overlap = {phase.overlap}` does not go with cache `{cache.id}`"
     help = "cached experts are looked up once a layer: use `overlap = auto` or `off`"
     values.problems.add("E0224", message, at, help=help, also=[Label(cache.span, "because of this")])

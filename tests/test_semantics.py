@@ -308,11 +308,27 @@ def test_stages_are_bounded_by_layers_and_ranks(stages: int, code: str | None) -
 def test_overlap_goes_with_every_exchange_but_chunks_of_a_padded_one(
     settings: str, overlap: str, exchange: str
 ) -> None:
-    text = MODEL + f"plan p {{ run m  decode {{ exchange = {exchange}  {settings} }} }}"
+    mesh = "mesh x { attention = dp(2)  experts = ep(2) }\n"
+    text = MODEL + mesh + f"plan p {{ run m on x  decode {{ exchange = {exchange}  {settings} }} }}"
     if (exchange, overlap) == ("padded", "2"):
         assert errors(text) == ["E0224"]
     else:
         assert plan_of(text).decode.overlap == overlap
+
+
+@pytest.mark.parametrize("mesh", ["", "dp(2)", "tp(2)"])
+def test_chunks_where_nothing_is_exchanged_are_refused(mesh: str) -> None:
+    on = " on x" if mesh else ""
+    text = MODEL + (f"mesh x {{ attention = {mesh}  experts = edp(2) }}\n" if mesh else "")
+    assert errors(text + f"plan p {{ run m{on}  decode {{ overlap = 2 }} }}") == ["E0224"]
+    assert plan_of(text + f"plan p {{ run m{on}  decode {{ overlap = auto }} }}").decode.overlap == "auto"
+
+
+def test_chunks_of_a_model_without_experts_are_refused() -> None:
+    dense = "".join(line for line in MODEL.splitlines(keepends=True) if line.split()[0] not in ("router", "experts"))
+    text = dense.replace("moe(r, e)", "swiglu(24)")
+    text += "mesh x { attention = dp(2) }\nplan p { run m on x  prefill { overlap = 3 }  decode { overlap = 2 } }"
+    assert errors(text) == ["E0224", "E0224"]
 
 
 def test_uneven_nodes_are_refused_by_the_pass_too() -> None:
