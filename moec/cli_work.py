@@ -166,7 +166,7 @@ def work(rank: Rank, job: Job) -> None:
     is_first = rank.rank == 0
     with _progress_bar(is_first and not job.as_json and sys.stderr.isatty()) as progress:
         session = open_session(job.artifact, job.folder, rank, progress, job.cache)
-    recorder = start_recorder(session.place) if job.timeline else None
+    recorder = start_recorder(session.place, session.cache) if job.timeline else None
     routing = RoutingRecorder() if job.record else None
     for watcher in (recorder, routing):
         if watcher is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moec.artifact import Artifact, load
+from moec.cache_files import find_cache
 from moec.cli_timeline import predictions, write_timeline
 from moec.compiler import compile
 from moec.cost import body_costs
@@ -33,6 +35,7 @@ from moec.runtime.timeline import (
 )
 from moec.schedule import makespan
 from tests import checkpoints
+from tests.cached import compile_cached
 from tests.exchange_programs import exchange_plan, exchanged
 from tests.parity import compile_checkpoint
 
@@ -88,7 +91,9 @@ def names_of_tracks(events: list[dict[str, Any]], pid: int = 0) -> list[str]:
 def test_a_stream_has_as_many_tracks_as_are_busy_at_once() -> None:
     """Two chunks on the way at once, one inside the other, one that begins as another ends."""
     spans = [(0, 10), (2, 4), (4, 12), (5.0004, 6), (10, 11), (12, 13)]
-    recorded = [event(f"{i}", *span, "inter") for i, span in enumerate(spans)] + [event("add", 3, 5, "copy")]
+    recorded = [event(f"{i}", start, end, "inter") for i, (start, end) in enumerate(spans)] + [
+        event("add", 3, 5, "copy")
+    ]
     events = trace([sorted(recorded, key=lambda e: e.end)])["traceEvents"]  # transfers are recorded as they end
     names = names_of_tracks(events)
     assert names == ["compute", "intra", "inter", "inter 2", "inter 3", "copy"]
@@ -98,7 +103,7 @@ def test_a_stream_has_as_many_tracks_as_are_busy_at_once() -> None:
 
 def test_neighbours_do_not_overlap_when_they_are_rounded() -> None:
     times = [0.0, 0.0014, 0.0028, 0.0042, 0.0056]
-    events = trace([[event("add", *span) for span in itertools.pairwise(times)]])["traceEvents"]
+    events = trace([[event("add", start, end) for start, end in itertools.pairwise(times)]])["traceEvents"]
     (track,) = slices_by_track(events).values()
     assert len(track) == 4
 
@@ -264,6 +269,48 @@ def test_ranks_record_what_they_run(overlap: str, tmp_path: Path) -> None:
     assert ends_of_arrows(written) == ["fan_out", "combine"] * (2 * 2 * num_chunks * len(model.model.layers))
     starts, ends = ([e["id"] for e in written if e["ph"] == kind] for kind in "sf")
     assert starts == ends and len(set(starts)) == 2 * 2 * num_chunks * len(model.model.layers)
+
+
+@pytest.mark.parametrize("is_emulated", [False, True], ids=["as fast as it goes", "at the pace of a tier"])
+def test_copies_of_cached_experts_are_on_their_track(is_emulated: bool, tmp_path: Path) -> None:
+    """One for each that was fetched, whose layer's compute that needed it ends behind it."""
+    model = checkpoints.make("deepseek_v3", tmp_path / "weights")
+    steps = "plan.decode.batch=1", "plan.prefill.tokens=3"  # larger ones need every expert: nothing to guess
+    host = "tier(1 GiB per rank, bandwidth = 1 GB/s, latency = 20 us)"
+    cache = {"hbm": "slots(4)", "host": host, "prefetch": "next_router(ahead = 1)"}
+    artifact = compile_cached(tmp_path / "weights", tmp_path, None, *steps, **cache)
+    prompts = checkpoints.prompts(model.config.vocab_size, (5, 3))
+
+    def main(rank: Rank) -> object:
+        files = replace(find_cache(artifact.document, [tmp_path]), is_emulated=is_emulated)
+        session = open_session(artifact, tmp_path / "weights", rank, settings=files)
+        assert session.cache is not None
+        before = [asdict(layer) for layer in session.cache.residency.counters]
+        recorder = start_recorder(session.place, session.cache)
+        session.record(recorder)
+        generate(session, Request(prompts, 3), session.limits, session.place)
+        write_trace(tmp_path / "run.json", trace(gather_events(recorder, session.place)))
+        session.close()
+        return before, [asdict(layer) for layer in session.cache.residency.counters]
+
+    before, after = run_ranks(main, 1, threads=1)[0]  # type: ignore[misc]
+    written = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    slices_by_track(written)
+    names = names_of_tracks(written)
+    slices = [e for e in written if e["ph"] == "X"]
+    copies = [e for e in slices if names[e["tid"]].split()[0] == "copy"]
+    count = {by: sum(e["args"]["by"] == by for e in copies) for by in ("demand", "prefetch")}
+    total = {name: sum(b[name] - a[name] for a, b in zip(before, after, strict=True)) for name in after[0]}
+    assert count["demand"] == total["misses"] > 0
+    assert 0 < count["prefetch"] <= total["prefetches"]
+    assert {e["name"] for e in copies} <= {f"expert {i}" for i in range(model.config.n_routed_experts)}
+    for copy in (e for e in copies if e["args"]["by"] == "demand"):
+        layer = [e for e in slices if e["args"]["layer"] == copy["args"]["layer"] and e["cat"] == copy["cat"]]
+        asked = [e["ts"] for e in layer if e["name"] == "prefetch_wait" and e["ts"] <= copy["ts"]]
+        served = [e["ts"] + e["dur"] for e in layer if e["name"] == "cached_experts"]
+        assert asked and any(copy["ts"] + copy["dur"] <= end for end in served if end >= max(asked))
+    if is_emulated:
+        assert min(e["dur"] for e in copies) >= 20
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

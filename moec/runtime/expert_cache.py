@@ -37,6 +37,17 @@ class Arrivals:
     waited: int = 0
 
 
+@dataclass(frozen=True)
+class Copy:
+    """A transfer as it was started: of an expert of a model layer, in a phase, because rows need it or by a guess."""
+
+    layer: int
+    expert: int
+    phase: str
+    is_demand: bool
+    transfer: Transfer
+
+
 class ExpertCache:
     """Slots, and the copies into them. Layers are model layer numbers here, and counted from 0 in `residency`."""
 
@@ -54,6 +65,8 @@ class ExpertCache:
         self._status = status or Status()
         self.residency, self.copier, self.contents, self._history = residency, copier, contents, history
         self.arrivals = Arrivals()
+        self.copies: list[Copy] | None = None  # every one that is started, where somebody wants to know
+        self._layers = list(layers)
         self._index = {layer: index for index, layer in enumerate(layers)}
         slot_bytes = max(contents.blob_bytes(index) for index in range(len(layers)))
         stride = -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
@@ -175,4 +188,6 @@ class ExpertCache:
         if (before := self._moving.pop(slot, None)) is not None:
             before.cancel()
         into = self.arena[slot, : self.contents.blob_bytes(index)]
-        self._moving[slot] = self.copier.start((index, expert), into, is_demand)
+        transfer = self._moving[slot] = self.copier.start((index, expert), into, is_demand)
+        if self.copies is not None:
+            self.copies.append(Copy(self._layers[index], expert, self._status.phase, is_demand, transfer))

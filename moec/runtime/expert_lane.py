@@ -42,6 +42,8 @@ class Transfer:
         self.key, self.into, self.is_demand = key, into, is_demand
         self.state = State.PENDING
         self.error: BaseException | None = None
+        self.began_at: float | None = None
+        self.ended_at: float | None = None
         self.pieces: Iterator[int] = lane.tier.pieces(key, into)
         #: What the device has been given to do so far may still read the expert that the slot holds now.
         self.after = torch.cuda.current_stream(into.device).record_event() if into.is_cuda else None
@@ -56,6 +58,12 @@ class Transfer:
         if self._link is None or self.state in (State.FAILED, State.DROPPED):
             return True
         return self._link.is_there(self.load, self._clock.now())
+
+    @property
+    def times(self) -> tuple[float, float] | None:
+        """From when to when it was brought, in seconds of its lane's clock; None where it is not whole."""
+        began, ended = (self.load.began_at, self.load.due) if self._link is not None else (self.began_at, self.ended_at)
+        return None if self.state is not State.WHOLE or began is None or ended is None else (began, ended)
 
     def wait(self) -> None:
         """Return once the slot holds the expert. Raises what went wrong. What is waited for is a demand."""
@@ -197,6 +205,8 @@ class Lane:
 
     def _advance(self, transfer: Transfer) -> None:
         """Copy the piece that is under way."""
+        if transfer.began_at is None:
+            transfer.began_at = self.clock.now()
         is_over, error = False, None
         try:
             is_over = self._copy_piece(transfer)
@@ -210,6 +220,7 @@ class Lane:
                 transfer.error = error
                 self._end(transfer, State.FAILED)
             elif is_over:
+                transfer.ended_at = self.clock.now()
                 self.num_transfers, self.num_bytes = self.num_transfers + 1, self.num_bytes + transfer.into.numel()
                 self._end(transfer, State.WHOLE)
             if self.is_awake:

@@ -30,12 +30,15 @@ class Rate:
 
 @dataclass(eq=False)
 class Load:
-    """One transfer as its link sees it. `left`: bytes not taken up yet; `due`: when the last one is there."""
+    """One transfer as its link sees it. `left`: bytes not taken up yet; `due`: when the last one is there.
+
+    `began_at`: when the first one was taken up.
+    """
 
     left: int
     asked_at: float
     is_demand: bool
-    has_begun: bool = False
+    began_at: float | None = None
     due: float | None = None
 
 
@@ -87,9 +90,10 @@ class Link:
 
     def _carry(self, load: Load) -> None:
         taken_up = min(load.left, self.piece_bytes)
-        seconds = taken_up / self.rate.bandwidth + (0.0 if load.has_begun else self.rate.latency)
-        self._free_at = max(self._free_at, load.asked_at) + seconds
-        load.has_begun, load.left = True, load.left - taken_up
+        begin, seconds = max(self._free_at, load.asked_at), taken_up / self.rate.bandwidth
+        if load.began_at is None:
+            load.began_at, seconds = begin, seconds + self.rate.latency
+        self._free_at, load.left = begin + seconds, load.left - taken_up
         if load.left == 0:
             load.due = self._free_at
             self._queue(load).popleft()

@@ -1,7 +1,8 @@
 """A Chrome/Perfetto trace of a run: a process per rank, a track per stream, arrows from dispatch to combine.
 
 1. `Recorder.watch` wraps a rank's kernels: each call becomes an event on the stream of its operation. A started
-   transfer lasts from its start to the end of its wait, on its link's track.
+   transfer lasts from its start to the end of its wait, on its link's track; the copy of a cached expert from its
+   first byte to its last, on the track of copies.
 2. Ranks count microseconds from one barrier, so their clocks agree to about one message.
 3. Rank 0 gathers all events and writes one JSON file; what the cost model predicts are processes of their own in it.
 """
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from moec.files import write_whole
 from moec.ir import Program
 from moec.ops_exchange import LEAVES, Hops
+from moec.runtime.expert_cache import Copy, ExpertCache
 from moec.runtime.generate import Place, gather_bytes
 
 STREAMS = ("compute", "intra", "inter", "copy")
@@ -38,6 +40,7 @@ class Event:
     phase: str
     layer: int | None
     hop: int | None = None  # that it begins or ends
+    by: str | None = None  # demand or prefetch, of a copy
 
 
 @dataclass
@@ -48,9 +51,23 @@ class Recorder:
     events: list[Event] = field(default_factory=list)
     started: dict[int, tuple[float, str]] = field(default_factory=dict, repr=False)
     hops: Hops = field(default_factory=Hops, repr=False)
+    copies: list[Copy] = field(default_factory=list, repr=False)
 
     def now(self) -> float:
-        return (time.perf_counter() - self.zero) * 1e6
+        return self._at(time.perf_counter())
+
+    def _at(self, seconds: float) -> float:
+        return (seconds - self.zero) * 1e6
+
+    def copied(self) -> list[Event]:
+        """The copies of experts that were brought whole."""
+        found = list[Event]()
+        for copy in self.copies:
+            if (times := copy.transfer.times) is not None:
+                start, end = map(self._at, times)
+                by = "demand" if copy.is_demand else "prefetch"
+                found.append(Event(f"expert {copy.expert}", "copy", start, end, copy.phase, copy.layer, by=by))
+        return found
 
     def watch(self, kernels: SimpleNamespace, program: Program) -> SimpleNamespace:
         """The same kernels, each call recorded."""
@@ -99,18 +116,21 @@ def _moves(name: str, attrs: Mapping[str, Any]) -> bool:
     return "group" in attrs and name not in ("fan_out", "pair_order") and attrs.get("how", "gather") == "gather"
 
 
-def start_recorder(place: Place) -> Recorder:
-    """A recorder whose zero all ranks share."""
+def start_recorder(place: Place, cache: ExpertCache | None = None) -> Recorder:
+    """A recorder whose zero all ranks share; from now on it has the copies of `cache` too."""
     if place.mesh.world > 1:
         place.status.enter("barrier")
         dist.barrier()
         place.status.leave()
-    return Recorder(time.perf_counter())
+    recorder = Recorder(time.perf_counter())
+    if cache is not None:
+        cache.copies = recorder.copies
+    return recorder
 
 
 def gather_events(recorder: Recorder, place: Place) -> list[list[Event]]:
     """On rank 0: the events of each rank, in rank order; an empty list on the others."""
-    text = json.dumps([asdict(event) for event in recorder.events]).encode()
+    text = json.dumps([asdict(event) for event in [*recorder.events, *recorder.copied()]]).encode()
     parts = gather_bytes(place, text, "timeline")
     return [[Event(**event) for event in json.loads(part)] for part in parts] if place.rank == 0 else []
 
@@ -165,7 +185,7 @@ def _slice(pid: int, tid: int, event: Event) -> dict[str, Any]:
         "cat": event.phase,
         "ts": start,
         "dur": round(end - start, 3),
-        "args": {"phase": event.phase, "layer": event.layer},
+        "args": {"phase": event.phase, "layer": event.layer, **({"by": event.by} if event.by else {})},
     }
 
 
