@@ -191,7 +191,7 @@ class Comparison:
         if limit is None:
             return found
         lowered, _ = self._lower(found, program)
-        memory = most_memory(replace(lowered, tokens=program.tokens, slots=program.slots))
+        memory = planned_memory(replace(lowered, tokens=program.tokens, slots=program.slots))
         if memory <= limit:
             return replace(found, memory=memory)
         note = found.note or f"does not fit: {memory / 2**30:.1f} GiB of {limit / 2**30:.1f}"
@@ -209,7 +209,7 @@ class Comparison:
                 _Lowered(sizes_of(copied, bodies[name]), _exchange(bodies[name]), n / sum(layers.values()))
                 for name, n in layers.items()
             ]
-            self._lowered[key] = _with_slots(copied), routing
+            self._lowered[key] = copied, routing
         return self._lowered[key]
 
 
@@ -219,12 +219,12 @@ def _in_steps_of(program: Program, tokens: int) -> Program:
     return replace(program, tokens=tokens, slots=slots)
 
 
-def _with_slots(program: Program) -> Program:
-    """With the slots of its expert cache settled, as pass cache-experts will."""
-    if (cache := program.cache) is None or cache.slots is not None:
-        return program
-    slots = min(count_slots(program), most_held(program))
-    return replace(program, cache=replace(cache, slots=slots, hbm=None, share=None))
+def planned_memory(program: Program) -> int:
+    """Bytes on the fullest rank once pass cache-experts has settled the slots of a program's cache."""
+    if (cache := program.cache) is not None and cache.slots is None:
+        slots = min(count_slots(program), most_held(program))
+        program = replace(program, cache=replace(cache, slots=slots, hbm=None, share=None))
+    return most_memory(program)
 
 
 def _standing(program: Program, candidate: Candidate) -> tuple[str, bool, bool]:

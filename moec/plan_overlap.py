@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from moec.cost import NodeCost, node_cost
-from moec.cost_exchange import copy_body, is_sparse
+from moec.cost_exchange import copy_body, is_sparse, planned_memory
 from moec.cost_sizes import sizes_of
 from moec.ir import Body, Program, is_op
 from moec.schedule import makespan, reorder
@@ -40,18 +40,28 @@ def plan_overlap(program: Program, lower: Lower) -> Overlap:
         return Overlap(None, {}, "off", "nothing is exchanged")
     is_asked = program.overlap != "auto"
     asked = "asked for; " if is_asked else ""
-    off, unknown = _time(program, lower, "off")
+    off, unknown, needed = _lowered(program, lower, "off")
     if unknown:
         chosen = program.overlap if is_asked else "off"
         return Overlap(None, {}, chosen, f"{asked}the cluster gives no rate for {', '.join(unknown)}")
-    times = {chunks: _time(program, lower, chunks)[0] for chunks in _candidates(program)}
-    gains = {chunks: (off - us) / (off or 1.0) for chunks, us in times.items()}
-    worth = [chunks for chunks in times if is_asked or gains[chunks] >= LEAST_GAIN]
+    tried = {chunks: _lowered(program, lower, chunks) for chunks in _candidates(program)}
+    times = {chunks: us for chunks, (us, _, _) in tried.items()}
+    fits = _fitting(program, {chunks: memory for chunks, (_, _, memory) in tried.items()}, needed)
+    which = " of what fits" * (len(fits) < len(tried))
+    gains = {chunks: (off - times[chunks]) / (off or 1.0) for chunks in fits}
+    worth = [chunks for chunks in fits if is_asked or gains[chunks] >= LEAST_GAIN]
     if not worth:
-        most = max(0.0, *gains.values())
-        return Overlap(off, times, "off", f"the best order gains {most:.1%}, less than {LEAST_GAIN:.0%}")
+        most = max([0.0, *gains.values()])
+        return Overlap(off, times, "off", f"the best order{which} gains {most:.1%}, less than {LEAST_GAIN:.0%}")
     chosen = next(chunks for chunks in worth if gains[chunks] >= max(gains.values()) - LEAST_GAIN)
-    return Overlap(off, times, chosen, f"{asked}predicted gain {gains[chosen]:.1%}")
+    return Overlap(off, times, chosen, f"{asked}predicted gain {gains[chosen]:.1%}{which and ', the best' + which}")
+
+
+def _fitting(program: Program, memory: dict[str, int], off: int) -> list[str]:
+    """Chunks that a device has room for. All where it has none for `off`, or for none of those asked for."""
+    limit = program.cluster.device.memory_bytes
+    fits = [chunks for chunks, need in memory.items() if limit is None or need <= max(limit, off)]
+    return fits or (list(memory) if program.overlap != "auto" else [])
 
 
 def _candidates(program: Program) -> Sequence[str]:
@@ -64,10 +74,10 @@ def _candidates(program: Program) -> Sequence[str]:
     return (program.overlap, f"{program.overlap}:layer") if is_open else (program.overlap,)
 
 
-def _time(program: Program, lower: Lower, overlap: str) -> tuple[float, tuple[str, ...]]:
-    """Microseconds of the sparse layers, and what is unknown of them."""
+def _lowered(program: Program, lower: Lower, overlap: str) -> tuple[float, tuple[str, ...], int]:
+    """Microseconds of the sparse layers, what is unknown of them, and bytes of the program on the fullest rank."""
     sparse = [name for name, body in program.bodies.items() if is_sparse(body)]
-    bodies = {name: copy_body(body) if name in sparse else body for name, body in program.bodies.items()}
+    bodies = {name: copy_body(body) for name, body in program.bodies.items()}
     copied = replace(program, overlap=overlap, bodies=bodies)
     lower(copied)
     total, unknown = 0.0, set[str]()
@@ -78,7 +88,8 @@ def _time(program: Program, lower: Lower, overlap: str) -> tuple[float, tuple[st
         if overlap != "off":
             reorder(bodies[name], times.__getitem__)
         total += makespan(bodies[name], times.__getitem__) * len(copied.layers_of(name))
-    return total, tuple(sorted(unknown))
+    memory = planned_memory(copied) if program.cluster.device.memory_bytes is not None else 0
+    return total, tuple(sorted(unknown)), memory
 
 
 def _costs(program: Program, body: Body) -> dict[fx.Node, NodeCost]:
