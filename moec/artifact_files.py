@@ -42,12 +42,11 @@ def write_artifact(folder: Path, files: Mapping[str, str]) -> None:
     Raises E0770 where the folder is something else, E0681 where it cannot be written.
     """
     folder = Path(os.path.normpath(folder))
-    if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise fail("E0770", f"`{folder}` exists and is no artifact of moec", "choose another folder with -o")
     manifest = {"format": FORMAT, "moec": version("moec"), "files": {name: _entry(files[name]) for name in files}}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _only_writer(folder) as parts:
+            _check_place(folder)  # not before: another writer may be between its two renames
             made = Path(tempfile.mkdtemp(prefix=f"{parts}new.", dir=folder.parent))
             for name, text in {**files, MANIFEST: canonical_json(manifest)}.items():
                 _write(made / name, text)
@@ -57,6 +56,11 @@ def write_artifact(folder: Path, files: Mapping[str, str]) -> None:
         raise fail(
             "E0681", f"cannot write the artifact `{folder}`: {error.strerror}", "free space or choose -o"
         ) from None
+
+
+def _check_place(folder: Path) -> None:
+    if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise fail("E0770", f"`{folder}` exists and is no artifact of moec", "choose another folder with -o")
 
 
 def _entry(text: str) -> dict[str, Any]:
