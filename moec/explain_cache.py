@@ -48,7 +48,7 @@ def phase_lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"expert cache: {found['hit_rate']:.1%} of look-ups hit, {source}; copied to a rank per token: {moved}"
     yield from (f"  {_on_demand(layer)}" for layer in found["on_demand"])
     if (predictor := found["predictor"]) is not None:
-        source = "in the trace" if predictor["is_traced"] else "taken from small models"
+        source = "in the trace" if predictor["is_traced"] else "taken from two small models"
         yield f"  of what {predictor['by']} names, {predictor['recall']:.0%} is needed, {source}"
     yield from (f"  {_decision(item)}" for item in found["prefetch"])
 
