@@ -58,7 +58,10 @@ def run_command(
         Literal["fp32", "bf16"] | None, typer.Option(help="Compute in this: --set plan.compute=..")
     ] = None,
     plan: Annotated[str | None, typer.Option(metavar="NAME", help="Which plan, where the file has several.")] = None,
-    kernels: Annotated[Literal["torch", "interpret"], typer.Option(help="interpret: Triton's, on the CPU.")] = "torch",
+    kernels: Annotated[
+        Literal["torch", "cpp", "interpret"],
+        typer.Option(help="cpp: C++, built once for the plan; interpret: Triton's, on the CPU."),
+    ] = "torch",
     weights: Annotated[Path | None, typer.Option(metavar="DIR", help="Model folder, in place of the file's.")] = None,
     logits: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the prompts' logits (safetensors).")

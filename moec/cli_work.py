@@ -28,6 +28,7 @@ from moec.compiler import compile
 from moec.diagnostics import MoecError, fail
 from moec.files import check_place, write_whole
 from moec.runtime.expert_notes import OneNote, gather_counts
+from moec.runtime.kernels_cpp import notes as kernel_notes
 from moec.runtime.generate import Request, collect_logits, generate
 from moec.runtime.launch_rank import Rank
 from moec.runtime.launch_status import Status
@@ -103,6 +104,8 @@ def prepare(options: Options) -> Job:
         if path is not None:
             check_place(path)
     check_prompts(prompts, options.max_new_tokens, read_limits(artifact))
+    for note in kernel_notes(artifact.programs):
+        say(f"moec: note: {note}; torch's kernels serve")
     outputs = options.logits, options.timeline, options.record
     return Job(artifact, folder, text, request, *outputs, cache, options.as_json, digest)
 
@@ -148,7 +151,7 @@ def load_artifact(options: Options) -> Artifact:
 
 
 def _compile(file: Path, plan: str | None, options: Options, target: str = "cpu") -> Artifact:
-    kernels = "triton" if options.kernels == "interpret" else "torch"
+    kernels = "triton" if options.kernels == "interpret" else options.kernels
     return compile(file, plan, options.overrides, target, kernels, weights=options.weights)
 
 

@@ -67,6 +67,8 @@ DTYPES = {"float": ("bf16", "fp16", "fp32"), "fp32": ("fp32",), "i64": ("i64",),
 DTYPES["bytes"] = ("bytes",)
 DTYPES["row"] = ("bytes", *DTYPES["float"])
 DTYPES["any"] = ("bf16", "fp16", "fp32", "i64", "i32")
+#: Kernels of an operation that has one in C++ too.
+CPP = ("torch", "cpp")
 #: Bytes of one element.
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "i64": 8, "i32": 4, "bytes": 1}
 

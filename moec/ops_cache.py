@@ -12,7 +12,7 @@ A guess may be wrong without harm to any result, so a count that is a part of a 
 from __future__ import annotations
 
 from moec.layout import Partial, Placed, Replicate, Shard
-from moec.ops import OPS, Call, Op, Places, Shapes, like_first, local_dim, refuse, register, rows_and_param
+from moec.ops import CPP, OPS, Call, Op, Places, Shapes, like_first, local_dim, refuse, register, rows_and_param
 from moec.ops_comm import all_reduce_place
 from moec.ops_moe import held
 
@@ -88,4 +88,4 @@ register(Op("count_experts", ("i64",), _counts_shape, _counts_place, ("table",))
 register(Op("sum_counts", ("i64",), like_first, all_reduce_place, ("group",), effects=COMM))
 register(Op("prefetch.start", ("i64",), _start_shape, _start_place, START, effects=CACHE))
 register(Op("prefetch.wait", ("i32",), _wait_shape, _as_offsets, ("table",), effects=CACHE))
-register(Op("cached_experts", SERVED, _served_shape, _served_place, ("table",)))
+register(Op("cached_experts", SERVED, _served_shape, _served_place, ("table",), kernels=CPP))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from moec.layout import Partial, Replicate, Shard
 from moec.ops import (
+    CPP,
     Call,
     Op,
     Places,
@@ -104,9 +105,9 @@ def _gate_up_place(call: Call, axis: str, places: Places) -> Places:
 
 register(Op("embed", ("i64", "float"), _embed_shape, rows_and_param))
 register(Op("take", ("float", "i64"), _take_shape, rowwise))
-register(Op("rms_norm", ("float", "float"), _norm_shape, _norm_place, ("eps",)))
-register(Op("linear", ("float", "float"), _linear_shape, _linear_place))
+register(Op("rms_norm", ("float", "float"), _norm_shape, _norm_place, ("eps",), kernels=CPP))
+register(Op("linear", ("float", "float"), _linear_shape, _linear_place, kernels=CPP))
 register(Op("add_bias", ("float", "float"), _norm_shape, _bias_place))
 register(Op("add", ("float", "float"), _same_shape, _add_place))
 register(Op("silu_mul", ("float", "float"), _same_shape, _product_place))
-register(Op("gate_up", ("float", "float"), _gate_up_shape, _gate_up_place))
+register(Op("gate_up", ("float", "float"), _gate_up_shape, _gate_up_place, kernels=CPP))

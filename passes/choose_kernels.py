@@ -15,6 +15,8 @@ from moec.passes.base import Pass
 class ChooseKernels(Pass):
     """Write the kernel of every operation: `prefer` where the operation table has it, else its first.
 
+    C++ kernels take fp32 and bf16; a program in fp16 keeps the first.
+
     before: %4 = grouped_gate_up(%1, %2, @experts.gate_up)
     after:  %4 = grouped_gate_up(%1, %2, @experts.gate_up) by triton
     """
@@ -27,6 +29,7 @@ class ChooseKernels(Pass):
         if self.prefer not in known:
             help = f"kernels are {', '.join(known)}"
             raise CompileError(Diagnostic("E0402", f"choose-kernels cannot take prefer={self.prefer}", help=help))
+        prefer = None if self.prefer == "cpp" and program.dtype == "fp16" else self.prefer
         for _, node in program.nodes():
             kernels = op_of(node).kernels
-            node.meta["kernel"] = self.prefer if self.prefer in kernels else kernels[0]
+            node.meta["kernel"] = prefer if prefer in kernels else kernels[0]

@@ -68,7 +68,8 @@ class Executor:
         the program wants from slots, which are not among `tensors`.
         """
         self.program = program
-        self._kernels = kernels_for(program)
+        device = next((tensor.device.type for tensor in tensors.values()), "cpu")
+        self._kernels = kernels_for(program, device)
         self._forward = load_phase(render_phase(program), program.phase)
         self._weights, self._cache = collect_weights(program, tensors, rank, cache), cache
         self._kv, self._groups, self._rank = kv, groups or {}, rank

@@ -1,7 +1,7 @@
 """The kernel table: which function runs an operation, under which of the kernel's names.
 
-`k.linear(...)` in a rendered phase module is the torch kernel, `k.triton.grouped_gate_up(...)` the Triton one. To add a
-kernel, write the function `kernel(ctx, *tensors, **attributes)`, list it here, and name it in the operation's entry
+`k.linear(...)` in a rendered phase module is the torch kernel, `k.cpp.linear(...)` the C++ one and
+`k.triton.grouped_gate_up(...)` the Triton one. To add a kernel, write the function `kernel(ctx, *tensors, **attributes)`, list it here, and name it in the operation's entry
 in `moec.ops`.
 """
 
@@ -19,6 +19,7 @@ from moec.ir import Program, op_of
 from moec.runtime import (
     collectives,
     kernels_cache,
+    kernels_cpp,
     kernels_torch,
     kernels_torch_attention,
     kernels_torch_exchange,
@@ -28,6 +29,7 @@ from moec.runtime import (
     kernels_triton,
 )
 from moec.runtime.context import Context
+from moec.runtime.kernels_cpp import Library
 
 Kernel = Callable[..., Any]
 
@@ -54,6 +56,8 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     },
     "triton": _named(kernels_triton, "grouped_gate_up"),
 }
+# Torch's serve where there is no library; `kernels_for` puts those of the plan's library in their place.
+KERNELS["cpp"] = {name: KERNELS["torch"][name] for name in kernels_cpp.KERNELS}
 
 #: Operations that a rank says it is in, and the part of a step that their time counts towards.
 TIMED = {
@@ -66,8 +70,12 @@ TIMED = {
 }
 
 
-def kernels_for(program: Program) -> SimpleNamespace:
-    """The object a phase module calls its kernels on. Raises E0509 for an operation that no kernel serves."""
+def kernels_for(program: Program, device: str = "cpu") -> SimpleNamespace:
+    """The object a phase module calls its kernels on. Raises E0509 for an operation that no kernel serves.
+
+    C++ kernels are those of the program's library, which is built when it is not kept yet; where it cannot be (which
+    `kernels_cpp.notes` tells), and on other devices than the CPU, torch's serve.
+    """
     for _, node in program.nodes():
         op, kernel = op_of(node), node.meta.get("kernel", "torch")
         if op.__name__ not in KERNELS.get(kernel, {}):
@@ -77,7 +85,9 @@ def kernels_for(program: Program) -> SimpleNamespace:
                 f"there is no {kernel} kernel for `{op.name}`",
                 f"it has kernels in: {', '.join(known)}" if known else "a pass must lower it first: run all passes",
             )
-    tables = {name: {op: _told(name, op, kernel) for op, kernel in table.items()} for name, table in KERNELS.items()}
+    library = kernels_cpp.open_library(program) if device == "cpu" else None
+    chosen = KERNELS if not isinstance(library, Library) else KERNELS | {"cpp": kernels_cpp.bind(library)}
+    tables = {name: {op: _told(name, op, kernel) for op, kernel in table.items()} for name, table in chosen.items()}
     others = {name: SimpleNamespace(**table) for name, table in tables.items() if name != "torch"}
     return SimpleNamespace(**tables["torch"], **others)
 
@@ -90,7 +100,7 @@ def _told(table: str, op: str, kernel: Kernel) -> Kernel:
     def run(ctx: Context, x: Tensor, *tensors: Tensor, **attributes: Any) -> Any:
         status = ctx.status
         since = time.perf_counter_ns()
-        if table == "torch":
+        if table != "triton":
             status.work(op)
             result = kernel(ctx, x, *tensors, **attributes)
         else:

@@ -83,7 +83,7 @@ def cached_experts(
     against reading an expert.
     """
     assert ctx.cache is not None and ctx.layer is not None
-    place = _places(ctx, table)
+    place = places(ctx, table)
     ends, slots = [0, *offsets_M.tolist()], slots_M.tolist()
     out_XD, num_rows = torch.empty_like(rows_XD), rows_XD.shape[0]
     wide_XG, act_XI = (rows_XD.new_empty(num_rows, width) for width in (gate_up_CGD.shape[1], down_CDI.shape[2]))
@@ -104,7 +104,7 @@ def cached_experts(
     return out_XD
 
 
-def _places(ctx: Context, table: str) -> dict[int, int]:
+def places(ctx: Context, table: str) -> dict[int, int]:
     """Where each expert stands among those of this rank."""
     key = ("place among those held", table)
     if key not in ctx.memo:

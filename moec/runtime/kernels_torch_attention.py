@@ -48,7 +48,7 @@ def attention(
     ctx: Context, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, *, scale: float, chunk: Chunk = None
 ) -> Tensor:
     """Causal attention, H / K query heads to a KV head: [T, H, d]. KV memory k, v [slots, context, K, d]."""
-    reading = _reading(ctx, chunk)
+    reading = reading_of(ctx, chunk)
     _append(ctx, reading, k=k_TKd, v=v_TKd)
     if reading.is_single:
         keys, values = (_read_all(ctx, reading, name).transpose(1, 2) for name in ("k", "v"))
@@ -79,7 +79,7 @@ def mla_attention(
     `w_kv_b` [H * (n + e), C] makes each head's key and value from a latent. `expanded` applies it to the latents read;
     `absorbed` to the query and to the result instead, so that all heads read the latents themselves.
     """
-    reading = _reading(ctx, chunk)
+    reading = reading_of(ctx, chunk)
     _append(ctx, reading, latent=c_TC, rope=k_rope_Tr)
     w_HNC = torch.unflatten(w_kv_b, 0, (q_nope_THn.shape[1], -1))
     if form == "expanded":
@@ -119,7 +119,7 @@ def _mla_absorbed(ctx: Context, reading: Reading, q_THd: Tensor, scale: float) -
 # --- the KV memory ------------------------------------------------------------------------------------------------
 
 
-def _reading(ctx: Context, chunk: Chunk) -> Reading:
+def reading_of(ctx: Context, chunk: Chunk) -> Reading:
     """The reading of the step or of a chunk of it, made by the first layer."""
     key = "reading", chunk
     if key not in ctx.step_memo:

@@ -125,11 +125,23 @@ def look_up(
     if outside.any():
         wrong = int(ids_Nk[outside][0])
         raise fail("E0507", f"layer {ctx.layer}: expert {wrong} of `{table}` does not exist, it has {num_experts}", BUG)
-    place = (*key, table, ids_Nk.device)
+    return numbers(ctx, ids_Nk.device, table, key, make)[ids_Nk]  # id -1 is the last number
+
+
+def numbers(
+    ctx: Context, device: torch.device, table: str, key: tuple[Hashable, ...], make: Callable[..., list[int]]
+) -> Tensor:
+    """What `make` gives, as `look_up` says, kept for the program: i64 [E + 1]."""
+    place = (*key, table, device)
     if place not in ctx.memo:
-        ctx.memo[place] = torch.tensor(make(ctx, table, *key[1:]), device=ids_Nk.device)
-    found: Tensor = ctx.memo[place][ids_Nk]  # id -1 is the last number
+        ctx.memo[place] = torch.tensor(make(ctx, table, *key[1:]), device=device)
+    found: Tensor = ctx.memo[place]
     return found
+
+
+def slots_here(ctx: Context, table: str, device: torch.device) -> Tensor:
+    """Place of each expert among those of this rank, as `group_rows` orders them: i64 [E + 1]."""
+    return numbers(ctx, device, table, ("slot here",), _slots_here)
 
 
 def destinations(ctx: Context, table: str, group: str) -> list[int]:

@@ -21,7 +21,7 @@ def rope(ctx: Context, x: Tensor, positions_T: Tensor, *, theta: float, pairs: s
 
     `halves`: a pair is (i, i + d/2). `interleaved`: (2i, 2i + 1). A pair stays in its place.
     """
-    cos, sin = _turns(ctx, positions_T, x.shape[-1], theta, yarn)
+    cos, sin = turns(ctx, positions_T, x.shape[-1], theta, yarn)
     if x.dim() == 3:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     if pairs == "interleaved":
@@ -31,7 +31,7 @@ def rope(ctx: Context, x: Tensor, positions_T: Tensor, *, theta: float, pairs: s
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def _turns(ctx: Context, positions_T: Tensor, dim: int, theta: float, yarn: Yarn | None) -> tuple[Tensor, Tensor]:
+def turns(ctx: Context, positions_T: Tensor, dim: int, theta: float, yarn: Yarn | None) -> tuple[Tensor, Tensor]:
     """cos and sin of every row's angles, fp32 [T, F]; computed by the first layer, kept for the step.
 
     Positions are known by their place in memory, which the entry keeps: each layer cuts the step's anew in chunks.
@@ -57,8 +57,8 @@ def frequencies(dim: int, theta: float, yarn: Yarn | None) -> tuple[Tensor, floa
     if yarn is None:
         return 1.0 / wavelength_F, 1.0
     factor, original, beta_fast, beta_slow, mscale, mscale_all_dim = yarn
-    low = max(math.floor(_pair_that_turns(beta_fast, dim, theta, original)), 0)
-    high = min(math.ceil(_pair_that_turns(beta_slow, dim, theta, original)), dim - 1)
+    low = max(math.floor(_pair_thatturns(beta_fast, dim, theta, original)), 0)
+    high = min(math.ceil(_pair_thatturns(beta_slow, dim, theta, original)), dim - 1)
     width = high - low or 0.001  # transformers' guard against a ramp of no width
     slowed_F = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     kept_F = 1 - slowed_F
@@ -68,7 +68,7 @@ def frequencies(dim: int, theta: float, yarn: Yarn | None) -> tuple[Tensor, floa
     return frequency_F, _temperature(factor, 1.0)
 
 
-def _pair_that_turns(num_turns: float, dim: int, theta: float, original: int) -> float:
+def _pair_thatturns(num_turns: float, dim: int, theta: float, original: int) -> float:
     """Index (a real number) of the pair that turns `num_turns` times over `original` positions."""
     return dim * math.log(original / (num_turns * 2 * math.pi)) / (2 * math.log(theta))
 

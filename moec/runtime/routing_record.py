@@ -57,11 +57,13 @@ class Recorder:
             for layer in program.layers_of(body.name)
         }
         phase = PHASES[program.phase]
+        cpp = vars(kernels.cpp) | {"route": self._watched(kernels.cpp.route, phase, self._chosen)}
         return SimpleNamespace(
             **vars(kernels)
             | {
                 "route": self._watched(kernels.route, phase, self._chosen),
                 "guess": self._watched(kernels.guess, phase, functools.partial(self._guessed, later)),
+                "cpp": SimpleNamespace(**cpp),
             }
         )
 

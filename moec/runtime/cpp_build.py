@@ -1,0 +1,118 @@
+"""Builds C++ kernels with the system's compiler, once: the library is kept by the content that made it.
+
+1. The name of a kept library is a digest of its text, the compiler, its options and the processor; its last 32 bytes
+   are the digest of the rest, so a file that is cut short or damaged is known and built anew.
+2. A library is written beside its place and takes its name when it is whole, so processes may build at once.
+3. Where nothing can be kept, it is built in a folder that is gone once the library is loaded.
+
+Loading one starts no thread, so it is built and loaded before ranks are forked, and they find it loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from moec.diagnostics import MoecError, fail, printable
+from moec.files import write_whole
+
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-pthread", "-fPIC", "-shared")
+#: A build that takes longer than this has hung.
+PATIENCE_SECONDS = 300
+_DIGEST_BYTES = 32
+
+
+@functools.cache
+def load(source: str) -> ctypes.CDLL:
+    """The library of a text. Raises E0540 where there is no compiler, E0541 where it fails, E0542 for what it made."""
+    compiler = find_compiler()
+    place = cache_folder() / f"{_key(source, compiler)}.so"
+    if (found := _open_kept(place)) is not None:
+        return found
+    with tempfile.TemporaryDirectory(prefix="moec-") as made:
+        built = Path(made) / "kernels.so"
+        _compile(source, compiler, built)
+        content = built.read_bytes()
+        content += hashlib.sha256(content).digest()
+        try:
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_whole(place, content)
+        except (MoecError, OSError):
+            place = built
+        return _open(place)
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moec" / "cpp"
+
+
+def find_compiler() -> tuple[str, ...]:
+    """Command of the C++ compiler: CXX, else c++. Raises E0540."""
+    command = shlex.split(os.environ.get("CXX") or "c++")
+    found = shutil.which(command[0]) if command else None
+    if found is None:
+        raise fail(
+            "E0540", f"there is no C++ compiler `{' '.join(command)}`", "install one (g++ or clang++), or set CXX to it"
+        )
+    return found, *command[1:]
+
+
+def _open_kept(place: Path) -> ctypes.CDLL | None:
+    """The library at `place` if it is whole."""
+    try:
+        content = place.read_bytes()
+    except OSError:
+        return None
+    body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    return _open(place) if hashlib.sha256(body).digest() == digest else None
+
+
+def _open(place: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(place))
+    except OSError as error:
+        raise fail("E0542", f"the C++ kernels cannot be loaded: {error}", f"remove `{cache_folder()}`") from error
+
+
+def _compile(source: str, compiler: tuple[str, ...], built: Path) -> None:
+    text = built.with_suffix(".cpp")
+    text.write_text(source)
+    if said := _run([*compiler, *FLAGS, str(text), "-o", str(built)]):
+        first = next((line.strip() for line in said.splitlines() if "error" in line), said.strip().partition("\n")[0])
+        why = f"`{compiler[0]}` cannot build the C++ kernels: {printable(first)[:200]}"
+        raise fail("E0541", why, "`--kernels torch` needs none")
+
+
+def _run(command: list[str]) -> str:
+    """What a command said when it failed; nothing where it did not."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PATIENCE_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"error: {error}"
+    return "" if done.returncode == 0 else done.stderr or f"error: status {done.returncode}"
+
+
+def _key(source: str, compiler: tuple[str, ...]) -> str:
+    """Digest of everything that the machine code depends on."""
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, errors="replace").stdout
+    parts = [source, *compiler, version, *FLAGS, _processor()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _processor() -> str:
+    """What `-march=native` looks at: a home folder may be shared by machines of several kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    told = {line for line in lines if line.startswith(("flags", "Features", "model name", "cpu family"))}
+    return "\n".join([platform.machine(), platform.processor(), *sorted(told)])
