@@ -4,8 +4,8 @@
    random weights by transformers, and compiled by moec.
 2. transformers' fastest `experts_implementation` is found for each case: decode at batch 1 and 8 behind 64 tokens, and
    prefill of 512 tokens.
-3. Then the cases run in turn, transformers, moec, and a plain sum over 512 MiB, 15 times or more; each pair has the same
-   tokens, new ones every time, so that other experts are read. Figures are medians; `ratio` is the median of the pairs'.
+3. Then transformers, moec, and a plain sum over 512 MiB run in turn, 15 times or more; each pair has the same tokens,
+   new ones every time, so that other experts are read. Figures are medians, `ratio` the median of the pairs' ratios.
 
 `bandwidth`: bytes of the weights that a decode step at batch 1 reads, over its time, as a share of what the sum read.
 Also told: the largest difference of the logits from transformers'.

@@ -157,8 +157,6 @@ def _shapes_of(node: fx.Node) -> tuple[Shape, ...]:
         case "router_logits":
             return (Router(dims[1][1], dims[1][0]),)
         case "route":
-            keys = ("top", "groups", "keep")
-            return (
-                Route(dims[0][1], *(attrs[k] for k in keys), Score(attrs["score"]), attrs["renormalize"]),
-            )
+            choice = (attrs["top"], attrs["groups"], attrs["keep"])
+            return (Route(dims[0][1], *choice, score=Score(attrs["score"]), renormalize=attrs["renormalize"]),)
     return ()

@@ -6,6 +6,7 @@ started no threads of its own: `torch.set_num_threads(1)` before other work sees
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from torch import Tensor
 from moec.artifact import Artifact
 from moec.artifact import load as load_artifact
 from moec.cache_files import CacheSettings, find_cache
+from moec.runtime.cpp_library import notes
 from moec.runtime.expert_notes import OneNote
 from moec.runtime.generate import Request, collect_logits, generate
 from moec.runtime.launch import run_ranks
@@ -28,6 +30,8 @@ from moec.runtime.schedule import check_prompts
 from moec.runtime.session import check_weights, open_session, read_limits
 from moec.runtime.text import read_eos
 from moec.weights_path import find_weights
+
+LOG = logging.getLogger("moec")
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class Model:
                 return result.tokens if rank.rank == 0 else None
 
             kind = "cuda" if torch.cuda.device_count() else "cpu"
+            for note in notes(self.artifact.programs, kind):
+                LOG.warning("%s; torch's kernels serve", note)
             (tokens, *_) = run_ranks(main, self.artifact.num_ranks, kind=kind)
             saved = load_file(kept) if request.keep_logits else {}
         assert isinstance(tokens, list)

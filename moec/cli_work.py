@@ -28,8 +28,8 @@ from moec.compiler import compile
 from moec.diagnostics import MoecError, fail
 from moec.files import check_place, write_whole
 from moec.runtime.expert_notes import OneNote, gather_counts
-from moec.runtime.kernels_cpp import notes as kernel_notes
 from moec.runtime.generate import Request, collect_logits, generate
+from moec.runtime.cpp_library import notes as kernel_notes
 from moec.runtime.launch_rank import Rank
 from moec.runtime.launch_status import Status
 from moec.runtime.routing_record import Recorder as RoutingRecorder
@@ -77,8 +77,12 @@ class Job:
 
     @property
     def device_kind(self) -> str:
-        """cuda where a CUDA device is visible. Counting devices does not start CUDA, so ranks may still be forked."""
-        return "cuda" if torch.cuda.device_count() else "cpu"
+        return device_kind()
+
+
+def device_kind() -> str:
+    """cuda where a CUDA device is visible. Counting devices does not start CUDA, so ranks may still be forked."""
+    return "cuda" if torch.cuda.device_count() else "cpu"
 
 
 def prepare(options: Options) -> Job:
@@ -104,8 +108,9 @@ def prepare(options: Options) -> Job:
         if path is not None:
             check_place(path)
     check_prompts(prompts, options.max_new_tokens, read_limits(artifact))
-    for note in kernel_notes(artifact.programs):
-        say(f"moec: note: {note}; torch's kernels serve")
+    for note in kernel_notes(artifact.programs, device_kind()):
+        if os.environ.get("RANK", "0") == "0":
+            say(f"moec: note: {note}; torch's kernels serve")
     outputs = options.logits, options.timeline, options.record
     return Job(artifact, folder, text, request, *outputs, cache, options.as_json, digest)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from moec.artifact import Artifact, name_of
 from moec.checked import Plan
 from moec.checkpoint import has_weights, open_checkpoint
+from moec.codegen.cpp import kernels_of, render_cpp
 from moec.codegen.phase import render_phase
 from moec.compiler_kernels import compile_kernels
 from moec.diagnostics import CompileError, Diagnostic, SourceFile, did_you_mean
@@ -50,7 +51,7 @@ PHASES = ("prefill", "decode")
 
 
 def pipeline(kernels: str = "torch", stage: int = 0) -> tuple[Pass, ...]:
-    """The passes of one phase. `kernels`: which kernels to prefer, `torch` or `triton`."""
+    """The passes of one phase. `kernels`: which kernels to prefer: `torch`, `cpp` or `triton`."""
     return (
         SplitStages(stage=stage),  # first: the others then see one stage's layers only
         PlaceExperts(),  # from the declaration alone; later passes read the tables
@@ -103,6 +104,7 @@ def compile(
     cache = cache_document(chosen, stages, caches.found, target, path.parent)
     document = plan_document(chosen, stages, exchanges.found, target, reports, fingerprint, traced, cache)
     modules = {f"{name_of(program)}.py": render_phase(program) for program in programs}
+    modules |= {f"kernels/{name_of(p)}.cpp": render_cpp(k) for p in programs if (k := kernels_of(p)) is not None}
     pairs = tuple((stage["prefill"], stage["decode"]) for stage in stages)
     return Artifact(pairs, document, modules | sources, path.parent)
 

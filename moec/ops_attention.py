@@ -121,5 +121,7 @@ register(Op("split_heads", ("float",), _split_heads_shape, _keep_place, ("head_d
 register(Op("merge_heads", ("float",), _merge_heads_shape, _keep_place))
 register(Op("split", ("float",), _split_shape, _split_place, ("sizes",), num_results=2))
 register(Op("rope", ("float", "i64"), _rope_shape, _rope_place, ("theta", "pairs", "yarn"), kernels=CPP))
-register(Op("attention", ("float",) * 3, _attention_shape, _attention_place, ("scale",), OF_ROWS, effects=KV, kernels=CPP))
+register(
+    Op("attention", ("float",) * 3, _attention_shape, _attention_place, ("scale",), OF_ROWS, effects=KV, kernels=CPP)
+)
 register(Op("mla_attention", MLA, _mla_shape, _mla_place, ("scale", "value", "form"), OF_ROWS, effects=KV))

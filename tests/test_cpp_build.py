@@ -15,7 +15,9 @@ from moec.compiler import compile
 from moec.diagnostics import MoecError
 from moec.importer import import_model
 from moec.ir import op_of
-from moec.runtime import cpp_build, kernels_cpp
+from moec.runtime import cpp_build, kernels_cpp, kernels_torch_moe
+from moec.runtime.cpp_library import Library, notes
+from moec.runtime.kernels import kernels_for
 from tests import checkpoints
 from tests.cached import run_cached, same_bits
 from tests.commands import Done, moec
@@ -50,7 +52,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def norm(text: str) -> list[float]:
     """The norm of a row by the library of a text."""
-    kernel = kernels_cpp.Library(text)
+    kernel = Library(text)
     return kernels_cpp.rms_norm(kernel, None, torch.tensor([[3.0, 3.0, 3.0]]), torch.ones(3), eps=0.0)[0].tolist()
 
 
@@ -129,9 +131,7 @@ def library_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     [("E0540", no_compiler), ("E0541", compiler_that_fails), ("E0542", library_that_cannot_be_loaded)],
 )
 @pytest.mark.usefixtures("home")
-def test_pages_show_the_error_as_printed(
-    code: str, cause: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_show_the_error_as_printed(code: str, cause: object, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(MoecError) as error:
         cause(patch)  # type: ignore[operator]
     assert error.value.diagnostics[0].code == code
@@ -209,6 +209,21 @@ def test_without_a_compiler_torch_serves_and_one_note_says_so(root: Path, tmp_pa
     assert (usual.code, without.code) == (0, 0) and usual.out == without.out
     assert usual.err == "" and list((tmp_path / "a" / "cache" / "moec" / "cpp").iterdir())
     assert without.err == "moec: note: there is no C++ compiler `c++`; torch's kernels serve\n"
+
+
+def test_other_devices_keep_torch_kernels_and_a_note_says_so(root: Path, tmp_path: Path) -> None:
+    folder, _ = model("qwen3_moe", root)
+    programs = compile_checkpoint(folder, tmp_path, None, "flat", "cpp").programs
+    assert notes(programs, "cuda") == ["C++ kernels are for the CPU"]
+    kernels = kernels_for(programs[0], "cuda")
+    assert kernels.cpp.route is kernels_torch_moe.route
+
+
+def test_the_artifact_has_the_text_for_reading(root: Path, tmp_path: Path) -> None:
+    folder, _ = model("qwen3_moe", root)
+    artifact = compile_checkpoint(folder, tmp_path, None, "flat", "cpp")
+    assert "attention_" in artifact.files()["kernels/decode.cpp"]
+    assert not any(name.endswith(".cpp") for name in compile_checkpoint(folder, tmp_path, None).files())
 
 
 def test_fp16_keeps_torch_kernels(root: Path, tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def test_e0509_a_kernel_that_is_not_there(small: tuple[Program, dict[str, Tensor
     next(node for _, node in program.nodes() if node.target.name == "linear").meta["kernel"] = "triton"
     error = refusal(program, tensors)
     assert error.diagnostics[0].code == "E0509" and str(error) == "there is no triton kernel for `linear`"
-    assert error.diagnostics[0].help == "it has kernels in: torch"
+    assert error.diagnostics[0].help == "it has kernels in: torch, cpp"
 
 
 def test_e0509_an_operation_that_a_pass_should_have_lowered() -> None:

@@ -6,6 +6,7 @@ Shapes: T rows, K summed, N outputs, M experts, E experts, k choices, H heads, d
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,13 +26,15 @@ from moec.runtime import (
     kernels_torch_rope,
 )
 from moec.runtime.cpp_build import find_compiler
+from moec.runtime.cpp_library import Library
 from moec.runtime.step import Piece
 from tests.contexts import context, poisoned_memory
 
+PAGES = Path(__file__).parent.parent / "specs" / "errors"
 #: K, I, M, T: a covering set of pairs; products go K -> 2 I -> K.
 EXPERTS = (
-    (50, 33, 1, 1), (33, 50, 5, 7), (1025, 50, 8, 0), (64, 1025, 5, 64), (50, 1025, 64, 7), (1025, 33, 160, 257),
-    (64, 64, 1, 257), (33, 33, 8, 64), (513, 64, 160, 1), (511, 50, 64, 0), (512, 33, 8, 257), (64, 50, 160, 64),
+    (50, 33, 1, 1), (33, 50, 5, 7), (1025, 50, 8, 0), (50, 1025, 64, 7), (1025, 33, 160, 257), (513, 50, 8, 64),
+    (511, 50, 160, 1), (1025, 50, 1, 64), (33, 50, 64, 257), (50, 33, 160, 7), (50, 33, 64, 0), (513, 50, 5, 257),
 )  # fmt: skip
 #: E, k, groups, keep, score, renormalize.
 ROUTES = (
@@ -66,7 +69,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.dtype],
     def of(dtype: torch.dtype) -> SimpleNamespace:
         if dtype not in made:
             text = render_cpp(collect(DTYPES[dtype], _shapes()))  # type: ignore[arg-type]
-            made[dtype] = SimpleNamespace(**kernels_cpp.bind(kernels_cpp.Library(text)))
+            made[dtype] = SimpleNamespace(**kernels_cpp.bind(Library(text)))
         return made[dtype]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -124,7 +127,9 @@ def test_b23_sums_of_ones_are_whole_numbers(
     kernels: Callable[[torch.dtype], SimpleNamespace], dtype: torch.dtype, size: int
 ) -> None:
     outer = next(i for k, i, _, _ in EXPERTS if k == size)
-    found = kernels(dtype).gate_up(context(), torch.ones(3, size, dtype=dtype), torch.ones(2 * outer, size, dtype=dtype))
+    found = kernels(dtype).gate_up(
+        context(), torch.ones(3, size, dtype=dtype), torch.ones(2 * outer, size, dtype=dtype)
+    )
     assert found.unique().tolist() == [torch.tensor(float(size * size)).to(dtype)]
 
 
@@ -134,16 +139,16 @@ def test_b41_bits_of_a_row_depend_on_nothing_else(
 ) -> None:
     """Neither on the rows beside it, nor on the number of threads, nor on which call it is."""
     k, x = kernels(dtype), draw(16, 1025, dtype=dtype)
-    w = draw(100, 1025, dtype=dtype, seed=2)
+    w = draw(100, 1025, dtype=dtype, seed=2)  # work enough for two threads
     whole = k.gate_up(context(), x, w)
     for row in (0, 5, 15):
         assert torch.equal(k.gate_up(context(), x[row : row + 1], w)[0], whole[row])
     library = k.gate_up.args[0]
     try:
-        library.get("set_threads", (kernels_cpp.ctypes.c_int,))(2)
+        library.set_threads(2)
         assert all(torch.equal(k.gate_up(context(), x, w), whole) for _ in range(50))
     finally:
-        library.get("set_threads", (kernels_cpp.ctypes.c_int,))(1)
+        library.set_threads(1)
 
 
 def test_lost_rows_are_refused(kernels: Callable[[torch.dtype], SimpleNamespace]) -> None:
@@ -155,9 +160,9 @@ def test_lost_rows_are_refused(kernels: Callable[[torch.dtype], SimpleNamespace]
 
 
 def test_a_shape_that_the_plan_does_not_have_is_a_bug(kernels: Callable[[torch.dtype], SimpleNamespace]) -> None:
-    with pytest.raises(MoecError, match="no C\\+\\+ kernel `product_3_2`") as error:
+    with pytest.raises(MoecError) as error:
         kernels(torch.float32).linear(context(), torch.zeros(1, 3), torch.zeros(2, 3))
-    assert error.value.diagnostics[0].code == "E0543"
+    assert error.value.diagnostics[0].render() in (PAGES / "E0543.md").read_text()
 
 
 @each_dtype
@@ -171,14 +176,14 @@ def test_norms_rotary_embedding_and_router(
         close(k.rms_norm(context(), x, w, eps=1e-6), kernels_torch.rms_norm(context(), x, w, eps=1e-6), dtype)
     for width, experts in ((1025, 5), (50, 160)):
         x, w = draw(rows, width, dtype=dtype), draw(experts, width, dtype=dtype, seed=2) / 30
-        torch.testing.assert_close(
-            k.router_logits(context(), x, w), x.float() @ w.float().T, rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(k.router_logits(context(), x, w), x.float() @ w.float().T, rtol=1e-5, atol=1e-5)
     for dim in (50, 64):
         for pairs in ("halves", "interleaved"):
             x, positions = draw(rows, 3, dim, dtype=dtype), torch.arange(rows) * 5
             turn = {"theta": 1e4, "pairs": pairs, "yarn": None}
-            close(k.rope(context(), x, positions, **turn), kernels_torch_rope.rope(context(), x, positions, **turn), dtype)
+            close(
+                k.rope(context(), x, positions, **turn), kernels_torch_rope.rope(context(), x, positions, **turn), dtype
+            )
 
 
 @each_dtype

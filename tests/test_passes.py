@@ -201,7 +201,7 @@ def test_a_kernel_that_nothing_has_is_refused() -> None:
     program = program_of(plan([moe()]))
     with pytest.raises(CompileError, match="choose-kernels cannot take prefer=cuda") as refused:
         run_passes(program, [parse_pass("choose-kernels{prefer=cuda}", PASSES)])
-    assert refused.value.diagnostics[0].help == "kernels are torch, triton"
+    assert refused.value.diagnostics[0].help == "kernels are cpp, torch, triton"
 
 
 def test_a_pass_that_fails_is_named_with_its_predecessors() -> None:

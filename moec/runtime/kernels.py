@@ -1,8 +1,8 @@
 """The kernel table: which function runs an operation, under which of the kernel's names.
 
 `k.linear(...)` in a rendered phase module is the torch kernel, `k.cpp.linear(...)` the C++ one and
-`k.triton.grouped_gate_up(...)` the Triton one. To add a kernel, write the function `kernel(ctx, *tensors, **attributes)`, list it here, and name it in the operation's entry
-in `moec.ops`.
+`k.triton.grouped_gate_up(...)` the Triton one. To add a kernel, write the function
+`kernel(ctx, *tensors, **attributes)`, list it here, and name it in the operation's entry in `moec.ops`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moec.runtime import (
     kernels_triton,
 )
 from moec.runtime.context import Context
-from moec.runtime.kernels_cpp import Library
+from moec.runtime.cpp_library import Library, open_library
 
 Kernel = Callable[..., Any]
 
@@ -74,7 +74,7 @@ def kernels_for(program: Program, device: str = "cpu") -> SimpleNamespace:
     """The object a phase module calls its kernels on. Raises E0509 for an operation that no kernel serves.
 
     C++ kernels are those of the program's library, which is built when it is not kept yet; where it cannot be (which
-    `kernels_cpp.notes` tells), and on other devices than the CPU, torch's serve.
+    `cpp_library.notes` tells), and on other devices than the CPU, torch's serve.
     """
     for _, node in program.nodes():
         op, kernel = op_of(node), node.meta.get("kernel", "torch")
@@ -85,7 +85,7 @@ def kernels_for(program: Program, device: str = "cpu") -> SimpleNamespace:
                 f"there is no {kernel} kernel for `{op.name}`",
                 f"it has kernels in: {', '.join(known)}" if known else "a pass must lower it first: run all passes",
             )
-    library = kernels_cpp.open_library(program) if device == "cpu" else None
+    library = open_library(program) if device == "cpu" else None
     chosen = KERNELS if not isinstance(library, Library) else KERNELS | {"cpp": kernels_cpp.bind(library)}
     tables = {name: {op: _told(name, op, kernel) for op, kernel in table.items()} for name, table in chosen.items()}
     others = {name: SimpleNamespace(**table) for name, table in tables.items() if name != "torch"}

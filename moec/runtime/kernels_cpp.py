@@ -2,17 +2,17 @@
 
 Each function here hands a library's function its operands' addresses. Where rows are many (more than `FEW` to a
 product's weights), torch's matrix product is faster and serves: as many rows give the same choice everywhere, so that
-cached experts give the bits of resident ones. What a C++ kernel refuses goes to the torch kernel, whose check says why.
+cached experts give the bits of resident ones. What a C++ kernel refuses goes to torch's, whose check says why.
 
-Shapes: T, R rows, D hidden, K summed, N outputs, I inner, H heads, d head dim, S tokens, E experts, k choices, M experts
-held, P pairs, X pairs served here.
+Shapes: T, R rows, D hidden, K summed, N outputs, I inner, H heads, d head dim, S tokens, E experts, k choices,
+M experts held, P pairs, X pairs served here.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,15 +27,10 @@ from moec.codegen.cpp import (
     Route,
     Router,
     Score,
-    kernels_of,
-    render_cpp,
 )
-from moec.diagnostics import MoecError, fail
-from moec.ir import Program
 from moec.runtime import kernels_cache, kernels_torch, kernels_torch_attention, kernels_torch_moe, kernels_torch_pairs
 from moec.runtime.context import Context
-from moec.runtime.cpp_build import load
-from moec.runtime.kernels_torch_moe import BUG
+from moec.runtime.cpp_library import Library
 from moec.runtime.kernels_torch_rope import Yarn, turns
 
 #: Rows to an expert's or a layer's weights up to which the C++ product is used.
@@ -43,50 +38,9 @@ FEW = 16
 _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
-class Library:
-    """A plan's kernels, by shape."""
-
-    def __init__(self, source: str) -> None:
-        self._library = load(source)
-        self._found: dict[Any, Any] = {}
-
-    def get(self, shape: Any, arguments: tuple[Any, ...], result: Any = None) -> Any:
-        """The function of a shape (or of a name). Raises E0543 for a shape that the plan does not have."""
-        found = self._found.get(shape)
-        if found is None:
-            name = shape if isinstance(shape, str) else shape.name
-            try:
-                found = getattr(self._library, name)
-            except AttributeError:
-                raise fail("E0543", f"there is no C++ kernel `{name}` in the plan's library", BUG) from None
-            found.argtypes, found.restype = arguments, result
-            self._found[shape] = found
-        return found
-
-
-def open_library(program: Program) -> Library | MoecError | None:
-    """The C++ kernels of a program, built once a process; why there are none (E0540 to E0542); None: it wants none."""
-    kernels = kernels_of(program)
-    return None if kernels is None else _open(render_cpp(kernels))
-
-
-def notes(programs: Iterable[Program]) -> list[str]:
-    """Builds the libraries of programs, to be called before ranks are forked; why torch's kernels serve instead."""
-    opened = [open_library(program) for program in programs]
-    return list(dict.fromkeys(str(error) for error in opened if isinstance(error, MoecError)))
-
-
-@functools.cache
-def _open(source: str) -> Library | MoecError:
-    try:
-        return Library(source)
-    except MoecError as error:
-        return error
-
-
 def bind(library: Library) -> dict[str, Callable[..., Any]]:
     """Operation -> kernel, over a library, which gets as many threads as torch has now."""
-    library.get("set_threads", (ctypes.c_int,))(torch.get_num_threads())
+    library.set_threads(torch.get_num_threads())
     return {name: functools.partial(kernel, library) for name, kernel in KERNELS.items()}
 
 
@@ -102,7 +56,7 @@ def _one_end(rows: int) -> ctypes.Array[ctypes.c_int32]:
 
 def _multiply(library: Library, shape: Product, x: Tensor, ends: Any, experts: int, w: Tensor) -> Tensor:
     """`ends`: address or array of the ends of each expert's rows."""
-    x = x.contiguous()
+    x, w = x.contiguous(), w.contiguous()
     out = x.new_empty(*x.shape[:-1], shape.outer)
     library.get(shape, _PRODUCT)(x.data_ptr(), ends, experts, w.data_ptr(), out.data_ptr())
     return out
