@@ -79,6 +79,19 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """The absorbed form: `rank` elements of a latent, `rope` of its rotated part."""
+
+    heads: int
+    rank: int
+    rope: int
+
+    @property
+    def name(self) -> str:
+        return f"latent_attention_{self.heads}_{self.rank}_{self.rope}"
+
+
+@dataclass(frozen=True)
 class Router:
     hidden: int
     experts: int
@@ -103,7 +116,7 @@ class Route:
         return f"route_{self.experts}_{self.top}_{self.groups}_{self.keep}_{self.score.value}{norm}"
 
 
-Shape = Product | Norm | Rope | Attention | Router | Route
+Shape = Product | Norm | Rope | Attention | LatentAttention | Router | Route
 
 
 @dataclass(frozen=True)
@@ -115,6 +128,7 @@ class Kernels:
     norms: tuple[Norm, ...] = ()
     ropes: tuple[Rope, ...] = ()
     attentions: tuple[Attention, ...] = ()
+    latent_attentions: tuple[LatentAttention, ...] = ()
     routers: tuple[Router, ...] = ()
     routes: tuple[Route, ...] = ()
 
@@ -122,7 +136,7 @@ class Kernels:
 def collect(dtype: Dtype, shapes: Iterable[Shape]) -> Kernels:
     """The kernels of these shapes, each once."""
     found = sorted(set(shapes), key=lambda shape: shape.name)
-    kinds = (Product, Norm, Rope, Attention, Router, Route)
+    kinds = (Product, Norm, Rope, Attention, LatentAttention, Router, Route)
     return Kernels(dtype, *(tuple(s for s in found if isinstance(s, kind)) for kind in kinds))  # type: ignore[arg-type]
 
 
@@ -154,6 +168,8 @@ def _shapes_of(node: fx.Node) -> tuple[Shape, ...]:
             return (Rope(dims[0][-1], Pairs(attrs["pairs"])),)
         case "attention":
             return (Attention(dims[1][1], dims[0][1] // dims[1][1], dims[0][2]),)
+        case "mla_attention":
+            return (LatentAttention(dims[0][1], dims[2][1], dims[3][1]),) if attrs["form"] == "absorbed" else ()
         case "router_logits":
             return (Router(dims[1][1], dims[1][0]),)
         case "route":

@@ -27,9 +27,9 @@ from moec.cli_timeline import write_timeline
 from moec.compiler import compile
 from moec.diagnostics import MoecError, fail
 from moec.files import check_place, write_whole
+from moec.runtime.cpp_library import notes as kernel_notes
 from moec.runtime.expert_notes import OneNote, gather_counts
 from moec.runtime.generate import Request, collect_logits, generate
-from moec.runtime.cpp_library import notes as kernel_notes
 from moec.runtime.launch_rank import Rank
 from moec.runtime.launch_status import Status
 from moec.runtime.routing_record import Recorder as RoutingRecorder

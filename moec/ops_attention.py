@@ -124,4 +124,4 @@ register(Op("rope", ("float", "i64"), _rope_shape, _rope_place, ("theta", "pairs
 register(
     Op("attention", ("float",) * 3, _attention_shape, _attention_place, ("scale",), OF_ROWS, effects=KV, kernels=CPP)
 )
-register(Op("mla_attention", MLA, _mla_shape, _mla_place, ("scale", "value", "form"), OF_ROWS, effects=KV))
+register(Op("mla_attention", MLA, _mla_shape, _mla_place, ("scale", "value", "form"), OF_ROWS, effects=KV, kernels=CPP))

@@ -13,7 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from moec.codegen.cpp import Attention, Norm, Pairs, Product, Rope, Route, Router, Score, collect, render_cpp
+from moec.codegen.cpp import (
+    Attention,
+    LatentAttention,
+    Norm,
+    Pairs,
+    Product,
+    Rope,
+    Route,
+    Router,
+    Score,
+    collect,
+    render_cpp,
+)
 from moec.codegen.kernels import Dtype
 from moec.diagnostics import MoecError
 from moec.placement import linear as even
@@ -34,7 +46,7 @@ PAGES = Path(__file__).parent.parent / "specs" / "errors"
 #: K, I, M, T: a covering set of pairs; products go K -> 2 I -> K.
 EXPERTS = (
     (50, 33, 1, 1), (33, 50, 5, 7), (1025, 50, 8, 0), (50, 1025, 64, 7), (1025, 33, 160, 257), (513, 50, 8, 64),
-    (511, 50, 160, 1), (1025, 50, 1, 64), (33, 50, 64, 257), (50, 33, 160, 7), (50, 33, 64, 0), (513, 50, 5, 257),
+    (513, 50, 160, 1), (1025, 50, 1, 64), (33, 50, 64, 257), (50, 33, 160, 7), (50, 33, 64, 0), (513, 50, 5, 257),
 )  # fmt: skip
 #: E, k, groups, keep, score, renormalize.
 ROUTES = (
@@ -42,6 +54,8 @@ ROUTES = (
     (64, 8, 8, 3, "sigmoid", True), (160, 6, 8, 3, "softmax", False), (160, 8, 1, 1, "sigmoid", True),
     (257, 1, 1, 1, "softmax", True), (512, 1, 1, 1, "sigmoid", True), (8, 2, 8, 4, "sigmoid", False),
 )  # fmt: skip
+#: H, C, r: heads, latent, its rotated part.
+LATENTS = ((5, 33, 50), (8, 64, 16))
 HEADS = ((2, 3, 50), (4, 4, 64), (1, 8, 33))
 DTYPES = {torch.float32: Dtype.FP32, torch.bfloat16: Dtype.BF16}
 #: Largest difference, where numbers are about 1.
@@ -53,7 +67,7 @@ def _shapes() -> list[object]:
     products = [Product(k, i, True) for k, i, _, _ in EXPERTS] + [Product(i, k) for k, i, _, _ in EXPERTS]
     routes = [Route(*route[:4], Score(route[4]), route[5]) for route in ROUTES]
     ropes = [Rope(dim, pairs) for dim in (50, 64) for pairs in Pairs]
-    attentions = [Attention(*heads) for heads in HEADS]
+    attentions = [*(Attention(*heads) for heads in HEADS), *(LatentAttention(*of) for of in LATENTS)]
     return [*products, *routes, *ropes, *attentions, Norm(50), Norm(1025), Router(1025, 5), Router(50, 160)]
 
 
@@ -122,7 +136,7 @@ def test_grouped_products(
 
 
 @each_dtype
-@pytest.mark.parametrize("size", [50, 511, 513, 1025])
+@pytest.mark.parametrize("size", [50, 513, 1025])
 def test_b23_sums_of_ones_are_whole_numbers(
     kernels: Callable[[torch.dtype], SimpleNamespace], dtype: torch.dtype, size: int
 ) -> None:
@@ -209,6 +223,38 @@ def test_attention_of_one_new_row_a_sequence(
         results.append((kernel(context(pieces, kv=kv), q, key, value, scale=dim**-0.5), kv))
     close(results[0][0], results[1][0], dtype)
     for name in ("k", "v"):
+        assert torch.equal(results[0][1][name].nan_to_num(), results[1][1][name].nan_to_num())
+
+
+@each_dtype
+@pytest.mark.parametrize(("heads", "rank", "rope"), LATENTS)
+@pytest.mark.parametrize("cached", [(0,), (9, 0, 40), ()])
+def test_latent_attention_of_one_new_row_a_sequence(
+    kernels: Callable[[torch.dtype], SimpleNamespace],
+    dtype: torch.dtype,
+    heads: int,
+    rank: int,
+    rope: int,
+    cached: tuple[int, ...],
+) -> None:
+    """The absorbed form, as torch's expanded one in fp32 has it and as torch's absorbed one in bf16."""
+    slots, results = (3, 0, 2), []
+    pieces = [Piece([1], slot, length) for slot, length in zip(slots, cached, strict=False)]
+    q_nope, q_rope = draw(len(pieces), heads, 24, dtype=dtype), draw(len(pieces), heads, rope, dtype=dtype, seed=2)
+    latent, turned = draw(len(pieces), rank, dtype=dtype, seed=3), draw(len(pieces), rope, dtype=dtype, seed=4)
+    w = (draw(heads * (24 + 10), rank, seed=5) / rank**0.5).to(dtype)
+    reference = "expanded" if dtype is torch.float32 else "absorbed"
+    for kernel, form in (
+        (kernels(dtype).mla_attention, "absorbed"),
+        (kernels_torch_attention.mla_attention, reference),
+    ):
+        kv = {"latent": draw(4, 48, rank, dtype=dtype, seed=6), "rope": draw(4, 48, rope, dtype=dtype, seed=7)}
+        for slot, length in zip(slots, cached, strict=False):
+            kv["latent"][slot, length:] = kv["rope"][slot, length:] = float("nan")
+        ctx = context(pieces, kv=kv)
+        results.append((kernel(ctx, q_nope, q_rope, latent, turned, w, scale=0.1, value=10, form=form), kv))
+    close(results[0][0], results[1][0], dtype)
+    for name in ("latent", "rope"):
         assert torch.equal(results[0][1][name].nan_to_num(), results[1][1][name].nan_to_num())
 
 

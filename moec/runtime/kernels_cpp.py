@@ -18,16 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moec.codegen.cpp import (
-    Attention,
-    Norm,
-    Pairs,
-    Product,
-    Rope,
-    Route,
-    Router,
-    Score,
-)
+from moec.codegen.cpp import Attention, LatentAttention, Norm, Pairs, Product, Rope, Route, Router, Score
 from moec.runtime import kernels_cache, kernels_torch, kernels_torch_attention, kernels_torch_moe, kernels_torch_pairs
 from moec.runtime.context import Context
 from moec.runtime.cpp_library import Library
@@ -118,7 +109,8 @@ def cached_experts(
     if not _is_few(rows_XD, offsets_M):
         return kernels_cache.cached_experts(ctx, rows_XD, offsets_M, slots_M, gate_up_CGD, down_CDI, table=table)
     assert ctx.cache is not None and ctx.layer is not None
-    gate_up, down = Product(gate_up_CGD.shape[2], down_CDI.shape[2], True), Product(down_CDI.shape[2], down_CDI.shape[1])
+    hidden, inner = down_CDI.shape[1:]
+    gate_up, down = Product(hidden, inner, True), Product(inner, hidden)
     place = kernels_cache.places(ctx, table)
     ends, slots, out_XD = [0, *offsets_M.tolist()], slots_M.tolist(), torch.empty_like(rows_XD)
     num_served = 0
@@ -171,10 +163,7 @@ def attention(
     reading = kernels_torch_attention.reading_of(ctx, chunk)
     if not reading.is_single:
         return kernels_torch_attention.attention(ctx, q_THd, k_TKd, v_TKd, scale=scale, chunk=chunk)
-    key = "lengths", chunk
-    if key not in ctx.step_memo:
-        ctx.step_memo[key] = torch.tensor(reading.lengths)
-    lengths_B = ctx.step_memo[key]
+    lengths_B = _lengths(ctx, reading, chunk)
     keys, values = ctx.kv["k"], ctx.kv["v"]
     q_THd, k_TKd, v_TKd = q_THd.contiguous(), k_TKd.contiguous(), v_TKd.contiguous()
     out = torch.empty_like(q_THd)
@@ -183,6 +172,48 @@ def attention(
     addresses = [t.data_ptr() for t in (q_THd, k_TKd, v_TKd, keys, values, reading.slots_T, lengths_B)]
     kernel(*addresses, batch, keys.shape[1], scale, out.data_ptr())
     return out
+
+
+def mla_attention(
+    library: Library,
+    ctx: Context,
+    q_nope_THn: Tensor,
+    q_rope_THr: Tensor,
+    c_TC: Tensor,
+    k_rope_Tr: Tensor,
+    w_kv_b: Tensor,
+    *,
+    scale: float,
+    value: int,
+    form: str,
+    chunk: tuple[int, int] | None = None,
+) -> Tensor:
+    """The absorbed form of one new row a sequence in C++, but for the query's and the result's products; else torch."""
+    reading = kernels_torch_attention.reading_of(ctx, chunk)
+    if not reading.is_single or form != "absorbed":
+        return kernels_torch_attention.mla_attention(
+            ctx, q_nope_THn, q_rope_THr, c_TC, k_rope_Tr, w_kv_b, scale=scale, value=value, form=form, chunk=chunk
+        )
+    batch, heads, width = q_nope_THn.shape
+    w_key_HnC, w_value_HeC = torch.split(w_kv_b.unflatten(0, (heads, -1)), [width, value], dim=1)
+    q_latent_THC = torch.bmm(q_nope_THn.transpose(0, 1), w_key_HnC).transpose(0, 1)
+    q_THd = torch.cat((q_latent_THC, q_rope_THr), dim=-1)
+    c_TC, k_rope_Tr, latent, turned = c_TC.contiguous(), k_rope_Tr.contiguous(), ctx.kv["latent"], ctx.kv["rope"]
+    out_THC = c_TC.new_empty(batch, heads, c_TC.shape[1])
+    kernel = library.get(LatentAttention(heads, c_TC.shape[1], k_rope_Tr.shape[1]), (_P,) * 7 + (_N, _N, _F, _P))
+    lengths_B = _lengths(ctx, reading, chunk)
+    addresses = [t.data_ptr() for t in (q_THd, c_TC, k_rope_Tr, latent, turned, reading.slots_T, lengths_B)]
+    kernel(*addresses, batch, latent.shape[1], scale, out_THC.data_ptr())
+    return torch.bmm(out_THC.transpose(0, 1), w_value_HeC.transpose(1, 2)).transpose(0, 1)
+
+
+def _lengths(ctx: Context, reading: kernels_torch_attention.Reading, chunk: tuple[int, int] | None) -> Tensor:
+    """Places of each sequence that hold rows: i64 [B], made by the first layer."""
+    key = "lengths", chunk
+    if key not in ctx.step_memo:
+        ctx.step_memo[key] = torch.tensor(reading.lengths)
+    found: Tensor = ctx.step_memo[key]
+    return found
 
 
 # --- routing and pairs --------------------------------------------------------------------------------------------
@@ -248,7 +279,7 @@ def reduce_rows(
 KERNELS: dict[str, Callable[..., Any]] = {
     kernel.__name__: kernel
     for kernel in (
-        linear, gate_up, grouped_linear, grouped_gate_up, cached_experts, rms_norm, rope, attention, router_logits,
-        route, group_rows, reduce_rows,
+        linear, gate_up, grouped_linear, grouped_gate_up, cached_experts, rms_norm, rope, attention, mla_attention,
+        router_logits, route, group_rows, reduce_rows,
     )
 }  # fmt: skip
