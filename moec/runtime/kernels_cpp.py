@@ -195,7 +195,7 @@ def mla_attention(
             ctx, q_nope_THn, q_rope_THr, c_TC, k_rope_Tr, w_kv_b, scale=scale, value=value, form=form, chunk=chunk
         )
     batch, heads, width = q_nope_THn.shape
-    w_key_HnC, w_value_HeC = torch.split(w_kv_b.unflatten(0, (heads, -1)), [width, value], dim=1)
+    w_key_HnC, w_value_HeC = torch.split(torch.unflatten(w_kv_b, 0, (heads, -1)), [width, value], dim=1)
     q_latent_THC = torch.bmm(q_nope_THn.transpose(0, 1), w_key_HnC).transpose(0, 1)
     q_THd = torch.cat((q_latent_THC, q_rope_THr), dim=-1)
     c_TC, k_rope_Tr, latent, turned = c_TC.contiguous(), k_rope_Tr.contiguous(), ctx.kv["latent"], ctx.kv["rope"]
