@@ -5,6 +5,7 @@ Legend: N rows, R rows at their experts, D hidden, k choices, n ranks of a group
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import random
 from dataclasses import dataclass
@@ -205,17 +206,17 @@ def test_sums_are_in_the_order_of_choices_and_of_destinations(width: int) -> Non
 
 
 def test_threads_change_no_bit() -> None:
+    """Each count in a process of its own: one that forks ranks later must not have started threads of torch."""
     ids, weights = torch.stack([torch.randperm(8)[:4] for _ in range(600)]), torch.rand(600, 4)
     rows = torch.randn(2400, 64)
-    threads, found = torch.get_num_threads(), []
-    try:
-        for number in (1, 2, 3):
-            torch.set_num_threads(number)
-            order, _ = pairing.pair_order(context(placement=linear(8, 4)), ids, table="routed", group=EP)
-            found.append(pairing.combine(context(), rows, order, weights, table="routed"))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+    def main(rank: Rank) -> object:
+        order, _ = pairing.pair_order(context(placement=linear(8, 4)), ids, table="routed", group=EP)
+        found = pairing.combine(context(), rows, order, weights, table="routed")
+        return torch.get_num_threads(), hashlib.sha256(found.numpy().tobytes()).hexdigest()
+
+    found = dict(run_ranks(main, 1, threads=number)[0] for number in (1, 2, 3))  # type: ignore[misc]
+    assert list(found) == [1, 2, 3] and len(set(found.values())) == 1
 
 
 # --- padding ------------------------------------------------------------------------------------------------------
