@@ -2,10 +2,9 @@
 
     python benchmarks/cache_time.py MODEL_FOLDER TEXT_FILE... [--repeats N] [--tokens N] [--json FILE]
 
-1. The resident model gives the time of a layer and a routing trace, which plans are costed with; a cache of a quarter
-   of the experts gives what a layer misses on demand.
-2. The host tier's rate is such that the copies of the experts that a layer misses take as long as the layer computes;
-   the nvme tier has a quarter of it (2 GB/s and 500 MB/s in proportion). The plan's cluster is told that time too.
+1. The resident model gives the time of a layer and a routing trace, which plans are costed with.
+2. The host tier's rate is such that copies of all the experts that a step needs of a layer take as long as the layer
+   computes; the nvme tier has a quarter of it (2 GB/s and 500 MB/s in proportion). The plan's cluster is told that too.
 3. In each repetition every case runs the same prompts, one of each text at once, and greedy tokens behind them, case
    after case. `warm` cases keep their cache from one to the next, `cold` ones start without any expert in a slot.
 
@@ -28,8 +27,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from moec.artifact import Artifact
-from moec.cache.trace import write_trace
+from moec.cache.simulate import look_ups
+from moec.cache.trace import read_trace, write_trace
 from moec.cache_files import CacheSettings
+from moec.cache_sizes import layer_bytes
 from moec.compiler import compile
 from moec.importer import import_model
 from moec.runtime.expert_cache import ExpertCache
@@ -59,14 +60,13 @@ class Case:
     prompt: int = PROMPT
 
 
-QUARTER_ON_DEMAND = Case("warm 25% on demand", 0.25)
 GUESS = "next_router(ahead = 1)"
 CASES = (
     Case("resident"),
     Case("warm 50% prefetch", 0.5, GUESS),
     Case("warm 50% on demand", 0.5),
     Case("warm 25% prefetch", 0.25, GUESS),
-    QUARTER_ON_DEMAND,
+    Case("warm 25% on demand", 0.25),
     Case("warm 25% nvme", 0.25, GUESS, "nvme"),
     Case("cold 25% on demand", 0.25, is_cold=True),
     Case("cold 25% prefetch", 0.25, GUESS, is_cold=True),
@@ -171,36 +171,28 @@ def on_rank(work: Callable[[Rank], T]) -> T:
 
 
 def settle_rates(folder: Path, work: Path, batches: list[Batch], num_tokens: int) -> Rates:
-    """Rates under which the copies that a layer misses on demand, at a quarter, take as long as the layer."""
+    """Rates under which the copies of all experts that a step needs of a layer take as long as the layer."""
     size, trace = len(batches[0]), work / "routing.npz"
-    plain, demand = (compile_case(folder, work, case, size, Rates()) for case in (CASES[0], QUARTER_ON_DEMAND))
+    plain = compile_case(folder, work, CASES[0], size, Rates())
 
-    def main(rank: Rank) -> tuple[float, float]:
-        session, cached = (open_session(artifact, folder, rank) for artifact in (plain, demand))
+    def main(rank: Rank) -> float:
+        session = open_session(plain, folder, rank)
         samples = [measure(session, prompts, num_tokens, [])[0] for prompts in batches]
-        copied = [_step_bytes(cached, prompts, num_tokens) for prompts in batches]
         recorder = Recorder()
         session.record(recorder)
         generate(session, Request(batches[0], num_tokens), session.limits, session.place)
         found = gather_trace(recorder, session.place, max(plain.prefill.experts.values()))
         assert found is not None
         write_trace(trace, found)
-        cached.close()
-        return statistics.median(s.token for s in samples), statistics.mean(copied[1:])
+        return statistics.median(s.token for s in samples)
 
-    token, copied = on_rank(main)
-    program = plain.decode
+    token, program = on_rank(main), plain.decode
+    sizes, steps = layer_bytes(program), look_ups(read_trace(trace))[1:]  # the first one is the prompts'
+    needed = [statistics.mean(len(step[index]) for step in steps) for index in range(len(sizes))]
     us = compile_case(folder, work, CASES[0], size, Rates(memory=1e9)).document["phases"]["decode"]["us"]
     modelled = sum(us[run.body] * max(1, len(run.layers)) for run in program.runs)
+    copied = sum(count * num_bytes for count, num_bytes in zip(needed, sizes.values(), strict=True))
     return Rates(host=copied / token, memory=1e9 * modelled * 1e-6 / token, trace=trace)
-
-
-def _step_bytes(session: Session, prompts: Batch, num_tokens: int) -> float:
-    """Bytes that a step behind the prompts' copies."""
-    counted: list[int] = []
-    request = Request(prompts, num_tokens)
-    generate(session, request, session.limits, session.place, lambda *_: counted.append(_copied(session.cache)))
-    return (counted[-1] - counted[0]) / (num_tokens - 1)
 
 
 def run(folder: Path, work: Path, batches: list[Batch], num_tokens: int, rates: Rates) -> dict[str, list[Sample]]:
