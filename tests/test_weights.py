@@ -230,7 +230,8 @@ def test_the_ranks_of_a_compiled_program_hold_the_whole_model(family: str, mesh:
     params, grid = weights.wanted(programs), programs[0].mesh
     whole = everything(sources_of(tmp_path))
     assert {part for param in params.values() for part in param.parts} == set(whole)
-    ranks = [weights.load_rank(programs, tmp_path, rank) for rank in range(grid.size)]
+    sources = weights.account(programs, tmp_path)
+    ranks = [weights.load_rank(programs, sources, rank) for rank in range(grid.size)]
     for name, param in params.items():
         for index, part in enumerate(param.parts):
             pieces = [rank[name].chunk(len(param.parts), param.dim)[index] for rank in ranks]
@@ -260,15 +261,16 @@ def _place(
 
 def test_a_tied_head_is_the_embedding_itself(tmp_path: Path) -> None:
     checkpoints.make("qwen3_moe", tmp_path, tie_word_embeddings=True)
-    held = weights.load_rank(programs_of(tmp_path, "ep=2"), tmp_path, 0)
+    programs = programs_of(tmp_path, "ep=2")
+    held = weights.load_rank(programs, weights.account(programs, tmp_path), 0)
     assert held["head"].data_ptr() == held["embed"].data_ptr()
 
 
 def test_progress_ends_at_the_bytes_that_are_held(mixtral: Path) -> None:
     seen: list[tuple[int, int]] = []
-    held = weights.load_rank(
-        programs_of(mixtral, "ep=2,etp=2"), mixtral, 1, progress=lambda done, total: seen.append((done, total))
-    )
+    programs = programs_of(mixtral, "ep=2,etp=2")
+    sources = weights.account(programs, mixtral)
+    held = weights.load_rank(programs, sources, 1, progress=lambda done, total: seen.append((done, total)))
     total = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
     assert seen[-1] == (total, total)
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})

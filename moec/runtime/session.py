@@ -10,7 +10,6 @@ from torch import Tensor
 from moec.artifact import Artifact
 from moec.cache_files import CacheSettings
 from moec.checkpoint import Fingerprint, check_unchanged
-from moec.checkpoint_map import open_sources
 from moec.importer_match import check_declared
 from moec.runtime.executor import Executor, Watcher
 from moec.runtime.expert_cache import ExpertCache
@@ -21,7 +20,7 @@ from moec.runtime.kv import allocate_kv
 from moec.runtime.launch_rank import Rank
 from moec.runtime.schedule import Limits
 from moec.runtime.step import Step
-from moec.runtime.weights import Progress, load_rank, logical_shapes, wanted
+from moec.runtime.weights import Progress, account, load_rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +75,9 @@ def open_session(
         if progress is not None:
             progress(done, total)
 
-    tensors = load_rank(programs, folder, rank.rank, rank.device, read, artifact.programs)
+    sources = account(artifact.programs, folder)
+    tensors = load_rank(programs, sources, rank.rank, rank.device, read)
     kv = allocate_kv(programs[0], rank.device)
-    sources = open_sources(folder, logical_shapes(wanted(artifact.programs)))
     before = sum(len(earlier[0].sparse_layers) for earlier in artifact.stages[:stage])
     cache = open_cache(programs, sources, rank, settings or CacheSettings(), before, read)
     prefill, decode = (
@@ -97,7 +96,7 @@ def check_weights(artifact: Artifact, folder: Path, is_compiled: bool) -> Finger
     Raises:
         MoecError: E07, naming what is missing, unused, damaged, changed or of another model.
     """
-    sources = open_sources(folder, logical_shapes(wanted(artifact.programs)))
+    sources = account(artifact.programs, folder)
     check_declared(artifact.document.get("declared"), folder)
     remembered = artifact.document["weights"]["fingerprint"]
     if is_compiled and remembered:

@@ -1,7 +1,7 @@
 """Weights of one rank: each parameter's own slices, read from the shards straight into owned buffers.
 
 1. `wanted` lists the parameters of a Program by the names of the model's logical parameters.
-2. `open_sources` (before a rank starts) accounts for all of them from the shard headers.
+2. `account` (before a rank starts, and in it) accounts for all of them from the shard headers.
 3. `load` cuts each part by the layout, takes its experts in the slot order of the placement table, reads the pieces
    with `preadv` (a memory map would cost several times the memory, and a shard truncated meanwhile would kill the
    process), converts bf16, fp16 and fp32 to the parameter's dtype, and refuses values that are not finite.
@@ -69,21 +69,24 @@ def logical_shapes(params: Mapping[str, Param]) -> dict[str, Shape]:
     return {part: _part_shape(param) for param in params.values() for part in param.parts}
 
 
+def account(programs: Sequence[Program], folder: Path) -> Sources:
+    """Where all parameters of a model are, accounted for from the headers in `folder`. Raises E0701 to E0743.
+
+    `programs`: of all its pipeline stages.
+    """
+    return open_sources(folder, logical_shapes(wanted(programs)))
+
+
 def load_rank(
     programs: Sequence[Program],
-    folder: Path,
+    sources: Sources,
     rank: int,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
-    others: Sequence[Program] = (),
 ) -> dict[str, Tensor]:
-    """The tensors of `rank` for `programs`, by the names of `wanted` but the cached. Raises E0701 to E0746.
-
-    `others`: programs of the model's other pipeline stages, which account for the rest of the checkpoint.
-    """
+    """The tensors of `rank` for `programs`, by the names of `wanted` but the cached. Raises E0745, E0746."""
     away = cached(programs)
     params = {name: param for name, param in wanted(programs).items() if name not in away}
-    sources = open_sources(folder, logical_shapes(wanted([*programs, *others])))
     placements = {name: table for program in programs for name, table in program.placements.items()}
     return load(sources, params, programs[0].mesh, placements, rank, device, progress)
 
