@@ -10,6 +10,7 @@ C slots of this rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -79,32 +80,42 @@ def cached_experts(
 ) -> Tensor:
     """down(silu(gate row) * (up row)) for the rows of each expert, as it comes into its slot: [X, D].
 
-    The G = 2 I rows of a slot are gate's, then up's. Raises E0508 where the ends leave rows over, and what stood
-    against reading an expert.
+    The G = 2 I rows of a slot are gate's, then up's. Raises what `served` does.
     """
-    assert ctx.cache is not None and ctx.layer is not None
-    place = places(ctx, table)
-    ends, slots = [0, *offsets_M.tolist()], slots_M.tolist()
     out_XD, num_rows = torch.empty_like(rows_XD), rows_XD.shape[0]
     wide_XG, act_XI = (rows_XD.new_empty(num_rows, width) for width in (gate_up_CGD.shape[1], down_CDI.shape[2]))
-    num_served = 0
-    for experts in ctx.cache.serve(ctx.layer):
-        mine = [(slots[m], slice(ends[m], ends[m + 1])) for m in map(place.__getitem__, experts)]
+    for mine in served(ctx, num_rows, offsets_M, slots_M, table):
         for slot, rows in mine:
             torch.mm(rows_XD[rows], at_boundary(gate_up_CGD[slot]).t(), out=wide_XG[rows])
-        here = sum(rows.stop - rows.start for _, rows in mine)
-        for rows in [slice(0, num_rows)] if here == num_rows else [rows for _, rows in mine]:
+        is_whole = sum(rows.stop - rows.start for _, rows in mine) == num_rows
+        for rows in [slice(0, num_rows)] if is_whole else [rows for _, rows in mine]:
             gate, up = wide_XG[rows].chunk(2, dim=-1)
             torch.mul(F.silu(gate), up, out=act_XI[rows])
         for slot, rows in mine:
             torch.mm(act_XI[rows], at_boundary(down_CDI[slot]).t(), out=out_XD[rows])
-        num_served += here
-    if num_served != num_rows:
-        raise lost_rows(ctx, f"cached experts were given {num_served} of {num_rows} rows")
     return out_XD
 
 
-def places(ctx: Context, table: str) -> dict[int, int]:
+def served(
+    ctx: Context, num_rows: int, offsets_M: Tensor, slots_M: Tensor, table: str
+) -> Iterator[list[tuple[int, slice]]]:
+    """(slot, its rows) of the experts that are there together, then of the others as they come.
+
+    Each is in its slot until the next ones are asked for. Raises E0508 where the ends leave rows over, and what stood
+    against reading an expert.
+    """
+    assert ctx.cache is not None and ctx.layer is not None
+    place, num_served = _places(ctx, table), 0
+    ends, slots = [0, *offsets_M.tolist()], slots_M.tolist()
+    for experts in ctx.cache.serve(ctx.layer):
+        mine = [(slots[m], slice(ends[m], ends[m + 1])) for m in map(place.__getitem__, experts)]
+        yield mine
+        num_served += sum(rows.stop - rows.start for _, rows in mine)
+    if num_served != num_rows:
+        raise lost_rows(ctx, f"cached experts were given {num_served} of {num_rows} rows")
+
+
+def _places(ctx: Context, table: str) -> dict[int, int]:
     """Where each expert stands among those of this rank."""
     key = ("place among those held", table)
     if key not in ctx.memo:

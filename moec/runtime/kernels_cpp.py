@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -108,19 +109,13 @@ def cached_experts(
     """As `kernels_cache.cached_experts`, with the products that resident experts of as many rows get."""
     if not _is_few(rows_XD, offsets_M):
         return kernels_cache.cached_experts(ctx, rows_XD, offsets_M, slots_M, gate_up_CGD, down_CDI, table=table)
-    assert ctx.cache is not None and ctx.layer is not None
     hidden, inner = down_CDI.shape[1:]
     gate_up, down = Product(hidden, inner, True), Product(inner, hidden)
-    place = kernels_cache.places(ctx, table)
-    ends, slots, out_XD = [0, *offsets_M.tolist()], slots_M.tolist(), torch.empty_like(rows_XD)
-    num_served = 0
-    for m in (place[expert] for experts in ctx.cache.serve(ctx.layer) for expert in experts):
-        mine, end = slice(ends[m], ends[m + 1]), _one_end(ends[m + 1] - ends[m])
-        act_XI = _multiply(library, gate_up, rows_XD[mine], end, 1, gate_up_CGD[slots[m]])
-        out_XD[mine] = _multiply(library, down, act_XI, end, 1, down_CDI[slots[m]])
-        num_served += mine.stop - mine.start
-    if num_served != rows_XD.shape[0]:
-        raise kernels_torch_pairs.lost_rows(ctx, f"cached experts were given {num_served} of {rows_XD.shape[0]} rows")
+    out_XD = torch.empty_like(rows_XD)
+    for slot, mine in chain.from_iterable(kernels_cache.served(ctx, rows_XD.shape[0], offsets_M, slots_M, table)):
+        end = _one_end(mine.stop - mine.start)
+        act_XI = _multiply(library, gate_up, rows_XD[mine], end, 1, gate_up_CGD[slot])
+        out_XD[mine] = _multiply(library, down, act_XI, end, 1, down_CDI[slot])
     return out_XD
 
 
@@ -194,10 +189,8 @@ def mla_attention(
         return kernels_torch_attention.mla_attention(
             ctx, q_nope_THn, q_rope_THr, c_TC, k_rope_Tr, w_kv_b, scale=scale, value=value, form=form, chunk=chunk
         )
-    batch, heads, width = q_nope_THn.shape
-    w_key_HnC, w_value_HeC = torch.split(torch.unflatten(w_kv_b, 0, (heads, -1)), [width, value], dim=1)
-    q_latent_THC = torch.bmm(q_nope_THn.transpose(0, 1), w_key_HnC).transpose(0, 1)
-    q_THd = torch.cat((q_latent_THC, q_rope_THr), dim=-1)
+    batch, heads, _ = q_nope_THn.shape
+    q_THd, w_value_HeC = kernels_torch_attention.absorb(q_nope_THn, q_rope_THr, w_kv_b, value)
     c_TC, k_rope_Tr, latent, turned = c_TC.contiguous(), k_rope_Tr.contiguous(), ctx.kv["latent"], ctx.kv["rope"]
     out_THC = c_TC.new_empty(batch, heads, c_TC.shape[1])
     kernel = library.get(LatentAttention(heads, c_TC.shape[1], k_rope_Tr.shape[1]), (_P,) * 7 + (_N, _N, _F, _P))

@@ -81,14 +81,20 @@ def mla_attention(
     """
     reading = reading_of(ctx, chunk)
     _append(ctx, reading, latent=c_TC, rope=k_rope_Tr)
-    w_HNC = torch.unflatten(w_kv_b, 0, (q_nope_THn.shape[1], -1))
     if form == "expanded":
+        w_HNC = torch.unflatten(w_kv_b, 0, (q_nope_THn.shape[1], -1))
         return _mla_expanded(ctx, reading, torch.cat((q_nope_THn, q_rope_THr), dim=-1), w_HNC, scale, value)
-    w_key_HnC, w_value_HeC = torch.split(w_HNC, [q_nope_THn.shape[2], value], dim=1)
-    q_latent_THC = torch.bmm(q_nope_THn.transpose(0, 1), w_key_HnC).transpose(0, 1)
-    o_THC = _mla_absorbed(ctx, reading, torch.cat((q_latent_THC, q_rope_THr), dim=-1), scale)
-    o_THC = o_THC[..., : c_TC.shape[1]]
+    q_THd, w_value_HeC = absorb(q_nope_THn, q_rope_THr, w_kv_b, value)
+    o_THC = _mla_absorbed(ctx, reading, q_THd, scale)[..., : c_TC.shape[1]]
     return torch.bmm(o_THC.transpose(0, 1), w_value_HeC.transpose(1, 2)).transpose(0, 1)
+
+
+def absorb(q_nope_THn: Tensor, q_rope_THr: Tensor, w_kv_b: Tensor, value: int) -> tuple[Tensor, Tensor]:
+    """Queries [T, H, C + r] that read latents as they are, and what makes values of the result: [H, e, C]."""
+    _, heads, width = q_nope_THn.shape
+    w_key_HnC, w_value_HeC = torch.split(torch.unflatten(w_kv_b, 0, (heads, -1)), [width, value], dim=1)
+    q_latent_THC = torch.bmm(q_nope_THn.transpose(0, 1), w_key_HnC).transpose(0, 1)
+    return torch.cat((q_latent_THC, q_rope_THr), dim=-1), w_value_HeC
 
 
 def _mla_expanded(ctx: Context, reading: Reading, q_THd: Tensor, w_HNC: Tensor, scale: float, value: int) -> Tensor:
