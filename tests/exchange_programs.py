@@ -12,15 +12,6 @@ from moec.passes.runner import run_passes
 from moec.topology import Cluster
 from tests.programs import SPAN, moe, plan, program_of
 
-#: Exchange and combine. What a padded exchange may hold is an option of `exchange_plan`.
-LOWERINGS = (
-    ("flat", "ordered"),
-    ("flat", "reduced"),
-    ("padded", "reduced"),
-    ("gather", "reduced"),
-    ("two_hop", "reduced"),
-    ("aggregate", "reduced"),
-)
 #: Degrees and nodes: one rank, one node, one rank a node, uneven experts, ep beside tp and etp, several ep groups.
 MESHES: tuple[dict[str, int], ...] = (
     {},

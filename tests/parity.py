@@ -22,7 +22,7 @@ from moec.runtime.session import open_session
 MESHES = (None, "ep=2", "ep=3", "tp=2", "tp=2,etp=2", "ep=2,etp=2", "dp=2,tp=2", "dp=2,edp=2,ep=1")
 EXCHANGES = ("flat", "gather")
 
-#: Meshes whose expert groups span nodes (degrees, nodes), and every lowering with what comes back.
+#: Meshes whose expert groups span nodes: degrees, nodes.
 NODE_MESHES = (
     ("ep=2", 2),
     ("ep=3", 3),
@@ -31,14 +31,6 @@ NODE_MESHES = (
     ("ep=2,etp=2", 2),
     ("dp=4,edp=2,ep=2", 2),
     ("ep=2", 1),
-)
-LOWERINGS = (
-    ("flat", "ordered"),
-    ("flat", "reduced"),
-    ("padded", "reduced"),
-    ("gather", "reduced"),
-    ("two_hop", "reduced"),
-    ("aggregate", "reduced"),
 )
 
 

@@ -157,16 +157,17 @@ def random_plan(seed: int, most_stages: int = 1) -> Plan:
     return _random_cache(rng, _random_exchange(rng, made))
 
 
-#: Exchange and combine of a phase.
-EXCHANGES = (
+#: Every lowering of an exchange, and what comes back.
+LOWERINGS = (
     ("flat", "ordered"),
     ("flat", "reduced"),
     ("padded", "reduced"),
     ("gather", "reduced"),
     ("two_hop", "reduced"),
     ("aggregate", "reduced"),
-    ("auto", "auto"),
 )
+#: Exchange and combine of a phase.
+EXCHANGES = (*LOWERINGS, ("auto", "auto"))
 
 
 def _random_exchange(rng: random.Random, made: Plan) -> Plan:

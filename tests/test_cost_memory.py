@@ -12,8 +12,8 @@ from moec.cost_memory import memory_by_rank, most_memory
 from moec.cost_sizes import bounds
 from moec.ir import Body, Program
 from moec.ir_eval import Reference, Sequence
-from tests.exchange_programs import LOWERINGS, MESHES, exchange_plan, exchanged
-from tests.programs import VOCAB, program_of, weights_of
+from tests.exchange_programs import MESHES, exchange_plan, exchanged
+from tests.programs import LOWERINGS, VOCAB, program_of, weights_of
 
 
 class Measured(Reference):

@@ -19,7 +19,8 @@ from moec.ir_verifier import verify
 from moec.placement import linear
 from tests import exchange_faults  # noqa: F401  (importing it fills FAULTS)
 from tests.exchange_fault_tools import BASES, FAULTS, Planted, base_program, layer, tidy
-from tests.exchange_programs import LOWERINGS, MESHES, exchange_plan, exchanged
+from tests.exchange_programs import MESHES, exchange_plan, exchanged
+from tests.programs import LOWERINGS
 
 # --- what is right -----------------------------------------------------------------------------------------------
 

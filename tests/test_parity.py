@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from moec.passes.plan_overlap import PlanOverlap
 from tests import checkpoints
-from tests.parity import EXCHANGES, LOWERINGS, MESHES, NODE_MESHES, Outcome, compile_checkpoint, run, worst
+from tests.parity import EXCHANGES, MESHES, NODE_MESHES, Outcome, compile_checkpoint, run, worst
+from tests.programs import LOWERINGS
 
 LENGTHS = (7, 19, 12)
 TRAINED = ("tiny-deepseek-v3", "small-qwen3-moe")
