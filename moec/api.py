@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from moec.runtime.cpp_library import notes
 from moec.runtime.expert_notes import OneNote
 from moec.runtime.generate import Request, collect_logits, generate
 from moec.runtime.launch import run_ranks
-from moec.runtime.launch_rank import Rank
+from moec.runtime.launch_rank import Rank, device_kind
 from moec.runtime.run_counts import gather_dropped, may_drop, tell_dropped
 from moec.runtime.sampling import Sampling
 from moec.runtime.schedule import check_prompts
@@ -77,7 +76,7 @@ class Model:
                     tell_dropped(dropped)
                 return result.tokens if rank.rank == 0 else None
 
-            kind = "cuda" if torch.cuda.device_count() else "cpu"
+            kind = device_kind()
             for note in notes(self.artifact.programs, kind):
                 LOG.warning("%s; torch's kernels serve", note)
             (tokens, *_) = run_ranks(main, self.artifact.num_ranks, kind=kind)

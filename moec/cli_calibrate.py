@@ -32,6 +32,7 @@ def calibrate_command(
     from moec.compiler import checked_plan
     from moec.mesh import Mesh
     from moec.runtime.launch import prepare_fork, run_ranks
+    from moec.runtime.launch_rank import device_kind
     from moec.runtime.launch_torchrun import is_started_by_torchrun, run_as_rank
 
     def read() -> MeshSpec:
@@ -44,18 +45,12 @@ def calibrate_command(
         def as_rank(start: Start) -> None:
             spec = read()
             mesh = Mesh(spec.dp, spec.tp, spec.edp, spec.ep, spec.etp, spec.nodes, spec.pp)
-            _work(start(mesh.world, mesh.describe(), _device_kind()), spec, rounds, output)
+            _work(start(mesh.world, mesh.describe(), device_kind()), spec, rounds, output)
 
         run_as_rank(as_rank)
     prepare_fork()
     spec = read()
-    run_ranks(lambda rank: _work(rank, spec, rounds, output), spec.cluster.num_devices, kind=_device_kind())
-
-
-def _device_kind() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.device_count() else "cpu"
+    run_ranks(lambda rank: _work(rank, spec, rounds, output), spec.cluster.num_devices, kind=device_kind())
 
 
 def _work(rank: Rank, spec: MeshSpec, rounds: int, output: Path | None) -> None:

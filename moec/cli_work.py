@@ -30,7 +30,7 @@ from moec.files import check_place, write_whole
 from moec.runtime.cpp_library import notes as kernel_notes
 from moec.runtime.expert_notes import OneNote, gather_counts
 from moec.runtime.generate import Request, collect_logits, generate
-from moec.runtime.launch_rank import Rank
+from moec.runtime.launch_rank import Rank, device_kind
 from moec.runtime.launch_status import Status
 from moec.runtime.routing_record import Recorder as RoutingRecorder
 from moec.runtime.routing_record import check_recordable, gather_trace
@@ -74,15 +74,6 @@ class Job:
             "prompts and options": _digest([asked, outputs]),
             "weights": self.weights_digest,
         }
-
-    @property
-    def device_kind(self) -> str:
-        return device_kind()
-
-
-def device_kind() -> str:
-    """cuda where a CUDA device is visible. Counting devices does not start CUDA, so ranks may still be forked."""
-    return "cuda" if torch.cuda.device_count() else "cpu"
 
 
 def prepare(options: Options) -> Job:

@@ -11,7 +11,7 @@ from moec.cache.residency import Residency
 from moec.cache.simulate import popularity_of
 from moec.cache.trace import Trace
 from moec.cache_files import CacheSettings
-from moec.cache_sizes import host_experts
+from moec.cache_sizes import host_experts, pinned_keys
 from moec.checkpoint_map import Sources
 from moec.ir import Program
 from moec.ir import Tier as Declared
@@ -53,10 +53,9 @@ def open_cache(
     counts = popularity_of(past).tolist() if past is not None else None
     policy = policy_named(declared.evict, len(layers), num_experts, counts)
     held = [layer.experts for layer in layers]
-    pinned = [(index, e) for index, experts in enumerate(held) for e in sorted(set(declared.pinned) & set(experts))]
     order = fill_order(held, past)
     tiers = _open_tiers(program, contents, sources, layers, order, rank, settings, progress)
-    residency = Residency(held, declared.slots, policy, pinned)
+    residency = Residency(held, declared.slots, policy, pinned_keys(declared, held))
     followers = None
     if history is not None and len(layers) > declared.ahead:
         followers = History(history.expert_ids, num_experts, declared.ahead)

@@ -38,6 +38,11 @@ class Rank:
     status: Status
 
 
+def device_kind() -> str:
+    """cuda where a CUDA device is visible. Counting devices does not start CUDA, so ranks may still be forked."""
+    return "cuda" if torch.cuda.device_count() else "cpu"
+
+
 def choose_device(kind: str, local_rank: int, local_world: int, num_devices: int) -> torch.device:
     """The device of a rank: the CPU, or the CUDA device numbered by its local rank.
 
