@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import fx
 
-from moec.codegen.kernels import Dtype
 from moec.codegen.renderer import render
+from moec.codegen.targets import Dtype
 from moec.ir import Program, op_of, type_of
 
 

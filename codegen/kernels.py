@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from moec.codegen.renderer import Comment, render
-from moec.diagnostics import did_you_mean, fail
+from moec.codegen.targets import Dtype, Target
+from moec.diagnostics import fail
 
 #: Triton's smallest side of a matrix product.
 MIN_SIDE = 16
@@ -19,51 +20,11 @@ MIN_SIDE = 16
 ROW_TILES = (16, 64, 128)
 
 
-class Dtype(enum.Enum):
-    """Element types the kernels take; the value is the name in `.moe` files and in Triton."""
-
-    FP32 = "fp32"
-    FP16 = "fp16"
-    BF16 = "bf16"
-
-    @property
-    def num_bytes(self) -> int:
-        return 4 if self is Dtype.FP32 else 2
-
-
 class Form(enum.Enum):
     """How tiles are loaded: by pointers (`cp.async` on sm_80) or by tensor descriptors (TMA, from sm_90 on)."""
 
     POINTER = "pointer"
     TMA = "tma"
-
-
-@dataclass(frozen=True)
-class Target:
-    """A device architecture. `shared_limit` is the shared memory (LDS) one block may ask for, in bytes."""
-
-    name: str
-    backend: str
-    arch: int | str
-    warp_size: int
-    shared_limit: int
-    has_tma: bool = False
-
-    @property
-    def barrier_bytes(self) -> int:
-        return 256 if self.has_tma else 0
-
-
-#: CUDA C programming guide, "Technical specifications per compute capability"; AMD CDNA3 ISA (64 KiB of LDS).
-TARGETS = {
-    t.name: t
-    for t in (
-        Target("cuda:80", "cuda", 80, 32, 163 * 1024),
-        Target("cuda:90", "cuda", 90, 32, 227 * 1024, has_tma=True),
-        Target("cuda:100", "cuda", 100, 32, 227 * 1024, has_tma=True),
-        Target("hip:gfx942", "hip", "gfx942", 64, 64 * 1024),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -127,14 +88,6 @@ class GateUp:
     def num_programs(self, num_rows: int) -> int:
         """Programs to launch for `num_rows` rows, all on the first grid axis (the others end at 65,535)."""
         return (num_rows // self.tile.m + self.experts + 1) * self.tiles_n if num_rows else 0
-
-
-def find_target(name: str) -> Target:
-    """The target named `cuda:90` and the like; E0521 for a name that is none."""
-    if name not in TARGETS:
-        known = ", ".join(["cpu", *TARGETS])
-        raise fail("E0521", f"`{name}` is not a target", did_you_mean(name, TARGETS) or f"the targets are {known}")
-    return TARGETS[name]
 
 
 def specialise_gate_up(

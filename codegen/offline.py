@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from moec.codegen.kernel_module import load_kernel
-from moec.codegen.kernels import Form, GateUp, Target, describe, find_target, render_gate_up
+from moec.codegen.kernels import Form, GateUp, describe, render_gate_up
 from moec.codegen.renderer import BUG
+from moec.codegen.targets import Target, find_target
 from moec.diagnostics import MoecError, fail, printable
 
 #: Multiply-adds are fused, as on every GPU by default; said because Triton's default is about to change.
@@ -43,10 +44,21 @@ class Signature:
     constants: dict[str, object]
 
 
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel is compiled: `label` names it in reports and errors."""
+
+    label: str
+    warps: int
+    stages: int
+
+
 def compile_gate_up(values: GateUp, source: str | None = None) -> Report:
     """Compile a grouped gate-up kernel for its target; `source` is its text, where rendered already."""
     text = source if source is not None else render_gate_up(values)
-    return compile_kernel(text, "grouped_gate_up", signature(values), values.target.text, values)
+    target = find_target(values.target.text)
+    launch = Launch(values.name, values.tile.warps, values.tile.stages)
+    return compile_kernel(text, "grouped_gate_up", signature(values), target, launch)
 
 
 def signature(values: GateUp) -> Signature:
@@ -60,30 +72,29 @@ def signature(values: GateUp) -> Signature:
     return Signature(types, {"INTERPRET": False})
 
 
-def compile_kernel(source: str, name: str, arguments: Signature, target_name: str, values: GateUp) -> Report:
-    """Machine code of kernel `name` of a rendered module for `cuda:90` and the like, with its registers and spills.
+def compile_kernel(source: str, name: str, arguments: Signature, target: Target, launch: Launch) -> Report:
+    """Machine code of kernel `name` of a rendered module, with its registers and spills.
 
-    Raises E0521 for an unknown target, E0520 without Triton and E0524 where Triton cannot compile the kernel.
+    Raises E0520 without Triton and E0524 where Triton cannot compile the kernel.
     """
-    target = find_target(target_name)
     kernel = load_kernel(source, name, interpret=False)
     try:
-        compiled = _compile(kernel, arguments, target, values)
+        compiled = _compile(kernel, arguments, target, launch)
     except MoecError:
         raise
     except Exception as error:  # Triton's errors have no common class
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = printable(lines[-1])  # the first ones say where, the last one what
-        raise fail("E0524", f"kernel `{values.name}` does not compile for {target.name}: {reason}", BUG) from error
+        raise fail("E0524", f"kernel `{launch.label}` does not compile for {target.name}: {reason}", BUG) from error
     binary = compiled.asm["hsaco" if target.backend == "hip" else "cubin"]
     assembly = compiled.asm["amdgcn" if target.backend == "hip" else "ptx"]
     registers, spills = _amd_usage(assembly) if target.backend == "hip" else _nvidia_usage(binary)
     return Report(
-        values.name, target.name, registers, spills, compiled.metadata.shared, assembly, binary, compiled.asm["ttir"]
+        launch.label, target.name, registers, spills, compiled.metadata.shared, assembly, binary, compiled.asm["ttir"]
     )
 
 
-def _compile(kernel: Any, arguments: Signature, target: Target, values: GateUp) -> Any:
+def _compile(kernel: Any, arguments: Signature, target: Target, launch: Launch) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -93,7 +104,7 @@ def _compile(kernel: Any, arguments: Signature, target: Target, values: GateUp) 
     names = list(arguments.types)
     attrs = {(names.index(n),): aligned for n, kind in arguments.types.items() if kind.startswith("*")}
     source = ASTSource(kernel, arguments.types, arguments.constants, attrs)
-    options = {"num_warps": values.tile.warps, "num_stages": values.tile.stages, "enable_fp_fusion": FP_FUSION}
+    options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": FP_FUSION}
     return triton.compile(source, GPUTarget(target.backend, target.arch, target.warp_size), options)
 
 

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from moec.codegen.kernels import Dtype, GateUp, find_target, render_gate_up, specialise_gate_up
+from moec.codegen.kernels import GateUp, render_gate_up, specialise_gate_up
 from moec.codegen.offline import compile_gate_up, plan_entry
 from moec.codegen.renderer import Comment
+from moec.codegen.targets import Dtype, find_target
 from moec.cost_sizes import routed_tops
 from moec.ir import Program, loc_of, op_of, type_of
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moec.codegen.cpp import Norm, collect, render_cpp
-from moec.codegen.kernels import Dtype
+from moec.codegen.targets import Dtype
 from moec.compiler import compile
 from moec.diagnostics import MoecError
 from moec.importer import import_model

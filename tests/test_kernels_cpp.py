@@ -26,7 +26,7 @@ from moec.codegen.cpp import (
     collect,
     render_cpp,
 )
-from moec.codegen.kernels import Dtype
+from moec.codegen.targets import Dtype
 from moec.diagnostics import MoecError
 from moec.placement import linear as even
 from moec.runtime import (

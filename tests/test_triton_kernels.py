@@ -13,13 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from moec.codegen.kernels import (
-    TARGETS,
-    Dtype,
-    Form,
-    GateUp,
-    specialise_gate_up,
-)
+from moec.codegen.kernels import Form, GateUp, specialise_gate_up
+from moec.codegen.targets import TARGETS, Dtype
 from moec.diagnostics import MoecError
 from moec.runtime import kernels_triton
 from moec.runtime.kernels_triton import grouped_gate_up, launch_gate_up

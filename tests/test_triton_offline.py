@@ -17,18 +17,15 @@ import torch
 
 from moec.codegen.kernel_module import load_kernel
 from moec.codegen.kernels import (
-    TARGETS,
-    Dtype,
     GateUp,
-    Target,
     Tile,
-    find_target,
     render_gate_up,
     select_tile,
     specialise_gate_up,
 )
 from moec.codegen.offline import compile_gate_up, plan_entry, report_lines
 from moec.codegen.renderer import Comment
+from moec.codegen.targets import TARGETS, Dtype, Target, find_target
 from moec.diagnostics import MoecError
 from moec.runtime.kernels_triton import grouped_gate_up
 
@@ -132,7 +129,8 @@ def test_one_process_interprets_and_compiles_whatever_the_environment() -> None:
     """With TRITON_INTERPRET set when Triton is imported, the compiler still compiles."""
     code = (
         "import triton, triton.language\n"
-        "from moec.codegen.kernels import Dtype, find_target, specialise_gate_up\n"
+        "from moec.codegen.kernels import specialise_gate_up\n"
+        "from moec.codegen.targets import Dtype, find_target\n"
         "from moec.codegen.offline import compile_gate_up\n"
         "report = compile_gate_up(specialise_gate_up(64, 64, 4, Dtype.BF16, find_target('cuda:90')))\n"
         "assert triton.knobs.runtime.interpret and report.binary.startswith(b'\\x7fELF')\n"

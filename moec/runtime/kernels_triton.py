@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from moec.codegen.kernel_module import load_kernel
-from moec.codegen.kernels import TARGETS, Dtype, Form, GateUp, Target, render_gate_up, row_tile, specialise_gate_up
+from moec.codegen.kernels import Form, GateUp, render_gate_up, row_tile, specialise_gate_up
 from moec.codegen.offline import FP_FUSION
+from moec.codegen.targets import TARGETS, Dtype, Target
 from moec.diagnostics import fail
 
 DTYPES = {torch.float32: Dtype.FP32, torch.float16: Dtype.FP16, torch.bfloat16: Dtype.BF16}
