@@ -13,7 +13,7 @@ MEMORY_SHARE = 0.9
 #: Microseconds from the end of one kernel to the first products of the next, in a CUDA graph: the same figures at one
 #: token, 36.6 us in six launches against 15.7 us for the bytes.
 LAUNCH_US = 3.5
-#: Nanoseconds from the request of a tile's first operands until they are there, off chip (H100: Chips and Cheese, 2023).
+#: Nanoseconds from asking for a tile's first operands until they are there, off chip (H100: Chips and Cheese, 2023).
 FILL_NS = 600.0
 #: Bytes that a multiprocessor can take from L2, and from its shared memory, in a cycle (CUDA C best practices; H100).
 PORT_BYTES, SHARED_BYTES = 64.0, 128.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moec.artifact_files import canonical_json, read_artifact, read_plan, write_artifact
+from moec.artifact_files import canonical_json, read_artifact, read_binaries, read_plan, write_artifact
 from moec.diagnostics import CompileError, MoecError, fail
 from moec.ir import Program
 from moec.ir_parse import parse
@@ -20,7 +20,8 @@ from moec.ir_verifier import verify
 class Artifact:
     """`stages`: the prefill and the decode Program of each pipeline stage; one stage where there is no pipeline.
 
-    `document` is plan.json; `sources` are texts for reading (rendered modules and kernels) by file name.
+    `document` is plan.json; `sources` are texts for reading (rendered modules and kernels) by file name, `binaries`
+    the machine code that kernels were compiled to, for tools to read. Neither is ever run.
     `source_folder` is that of the `.moe` file, where this is known: relative paths in the file start there.
     """
 
@@ -28,6 +29,7 @@ class Artifact:
     document: Mapping[str, Any]
     sources: Mapping[str, str]
     source_folder: Path | None = field(default=None, compare=False)
+    binaries: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def prefill(self) -> Program:
@@ -47,7 +49,7 @@ class Artifact:
         return self.prefill.mesh.world
 
     def files(self) -> dict[str, str]:
-        """Every file of the artifact but its manifest: name -> text."""
+        """Every text of the artifact but its manifest, by file name."""
         texts = {f"{name_of(program)}.ir": print_program(program) for program in self.programs}
         return {**texts, "plan.json": canonical_json(self.document), **self.sources}
 
@@ -66,7 +68,7 @@ class Artifact:
         if self.source_folder is not None:
             way = os.path.relpath(self.source_folder.resolve(), parent_of(folder).resolve())
             document |= {"source_folder": way} if way != "." else {}
-        write_artifact(folder, {**self.files(), "plan.json": canonical_json(document)})
+        write_artifact(folder, {**self.files(), **self.binaries, "plan.json": canonical_json(document)})
 
 
 def load(folder: Path) -> Artifact:
@@ -84,7 +86,7 @@ def load(folder: Path) -> Artifact:
         message = f"the artifact `{folder}` cannot be used: {reason}"
         raise fail("E0771", message, "compile the `.moe` file again") from None
     sources = {name: text for name, text in files.items() if not name.endswith((".ir", ".json"))}
-    return Artifact(stages, document, sources, source_folder)
+    return Artifact(stages, document, sources, source_folder, read_binaries(folder))
 
 
 def parent_of(folder: Path) -> Path:

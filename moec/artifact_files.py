@@ -1,4 +1,4 @@
-"""An artifact on disk: a folder of text files under a manifest of their digests. No torch.
+"""An artifact on disk: a folder of text files, and machine code, under a manifest of their digests. No torch.
 
 Written whole or not at all: into a folder beside its place, which then takes its name, by one process at a time. Read
 back only as written: a file that is missing, changed or extra is named, and nothing of it is used.
@@ -23,6 +23,8 @@ from moec.diagnostics import fail
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
 MAX_FILE = 64 << 20
+#: Files that are no text: machine code of kernels, kept for tools to read. Nothing of it is ever run.
+BINARY = (".cubin", ".hsaco")
 #: What every plan.json has (`moec.plan_document` writes it).
 _PLAN_PARTS: dict[str, type] = {
     "plan": str, "source": str, "model": dict, "weights": dict, "compute": str, "context": int, "target": str,
@@ -36,8 +38,8 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False) + "\n"
 
 
-def write_artifact(folder: Path, files: Mapping[str, str]) -> None:
-    """Publish `files` (name -> text) with their manifest as `folder`, in place of an older artifact there.
+def write_artifact(folder: Path, files: Mapping[str, str | bytes]) -> None:
+    """Publish `files` (name -> content) with their manifest as `folder`, in place of an older artifact there.
 
     Raises E0770 where the folder is something else, E0681 where it cannot be written.
     """
@@ -48,8 +50,8 @@ def write_artifact(folder: Path, files: Mapping[str, str]) -> None:
         with _only_writer(folder) as parts:
             _check_place(folder)  # not before: another writer may be between its two renames
             made = Path(tempfile.mkdtemp(prefix=f"{parts}new.", dir=folder.parent))
-            for name, text in {**files, MANIFEST: canonical_json(manifest)}.items():
-                _write(made / name, text)
+            for name, content in {**files, MANIFEST: canonical_json(manifest)}.items():
+                _write(made / name, _bytes(content))
             made.chmod(0o755)
             _publish(made, folder, Path(tempfile.mkdtemp(prefix=f"{parts}old.", dir=folder.parent)))
     except OSError as error:
@@ -63,15 +65,19 @@ def _check_place(folder: Path) -> None:
         raise fail("E0770", f"`{folder}` exists and is no artifact of moec", "choose another folder with -o")
 
 
-def _entry(text: str) -> dict[str, Any]:
-    data = text.encode()
+def _bytes(content: str | bytes) -> bytes:
+    return content if isinstance(content, bytes) else content.encode()
+
+
+def _entry(content: str | bytes) -> dict[str, Any]:
+    data = _bytes(content)
     return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, data: bytes) -> None:
     path.parent.mkdir(exist_ok=True)
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
+    with path.open("wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
@@ -122,7 +128,17 @@ def _publish(made: Path, folder: Path, aside: Path) -> None:
 
 
 def read_artifact(folder: Path) -> dict[str, str]:
-    """Every file of an artifact, checked against its manifest. Raises E0771 (damaged), E0772 (another version)."""
+    """Every text of an artifact, whose files are all checked. Raises E0771 (damaged), E0772 (another version)."""
+    files = _read_all(folder)
+    return {name: data.decode(errors="replace") for name, data in files.items() if not name.endswith(BINARY)}
+
+
+def read_binaries(folder: Path) -> dict[str, bytes]:
+    """Every file of an artifact that is no text. Raises E0771, E0772."""
+    return {name: data for name, data in _read_all(folder).items() if name.endswith(BINARY)}
+
+
+def _read_all(folder: Path) -> dict[str, bytes]:
     manifest = _manifest(folder)
     if (made_by := manifest.get("moec")) != version("moec") or manifest.get("format") != FORMAT:
         message = f"`{folder}` was compiled by moec {made_by}, this is {version('moec')}"
@@ -155,7 +171,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise _damaged(folder, f"it has no {MANIFEST}, so it is no artifact of moec")
     manifest: Any = None
     try:
-        manifest = json.loads(_text(folder / MANIFEST))
+        manifest = json.loads(_content(folder / MANIFEST).decode(errors="replace"))
         entries = manifest["files"].items()
         is_sound = all(_is_plain(name) and {"size", "sha256"} <= set(entry) for name, entry in entries)
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -170,19 +186,19 @@ def _is_plain(name: str) -> bool:
     return len(parts) <= 2 and all(part and not part.startswith(".") and "\\" not in part for part in parts)
 
 
-def _read(folder: Path, name: str, entry: Mapping[str, Any]) -> str:
+def _read(folder: Path, name: str, entry: Mapping[str, Any]) -> bytes:
     path = folder / name
     if path.is_symlink() or path.parent.is_symlink() or not path.is_file():
         raise _damaged(folder, f"`{name}` is no plain file")
-    text = _text(path)
-    if _entry(text) != {"size": entry["size"], "sha256": entry["sha256"]}:
+    data = _content(path)
+    if _entry(data) != {"size": entry["size"], "sha256": entry["sha256"]}:
         raise _damaged(folder, f"`{name}` was changed after it was compiled")
-    return text
+    return data
 
 
-def _text(path: Path) -> str:
+def _content(path: Path) -> bytes:
     with path.open("rb") as file:
-        return file.read(MAX_FILE).decode("utf-8", errors="replace")
+        return file.read(MAX_FILE)
 
 
 def _damaged(folder: Path, what: str) -> Exception:
