@@ -46,16 +46,15 @@ def power_law_rows(num_experts: int, top: int, tokens: int, alpha: float = 1.01)
     low, high = (1.0, 0.8 * tokens) if tokens * top > num_experts else (0.01, 2.0)
     u = (np.arange(num_experts) + 0.5) / num_experts
     power = 1.0 - alpha
-    loads = (u * (high**power - low**power) + low**power) ** (1.0 / power)
+    loads: NDArray[np.float64] = (u * (high**power - low**power) + low**power) ** (1.0 / power)
     return spread(loads, tokens * top, tokens)
 
 
 def spread(loads: NDArray[np.float64], rows: int, most: int) -> Rows:
     """`rows` whole rows in proportion to `loads`, at most `most` each; `rows` is at most as many in all."""
     shares = np.minimum(loads / loads.sum() * rows, most)
-    counts = np.floor(shares).astype(np.int64)
+    counts: Rows = np.floor(shares).astype(np.int64)
     order = np.argsort(counts - shares, kind="stable")  # the largest remainder first
     while (left := rows - int(counts.sum())) > 0:
-        open_ones = order[counts[order] < most][:left]
-        counts[open_ones] += 1
+        counts[order[counts[order] < most][:left]] += 1
     return counts

@@ -39,7 +39,7 @@ class Compiled:
     was_kept: bool = False
 
     def is_fit(self, target: Target) -> bool:
-        """Whether it may be used without a word: no registers spilled, and the device has the shared memory asked for."""
+        """Whether it may be used without a word: nothing is spilled, and the device has the shared memory asked for."""
         return self.code.spills == 0 and self.report.spills == 0 and self.report.shared_bytes <= target.shared_limit
 
 

@@ -45,7 +45,7 @@ class RowsCost:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """All kernels of a layer. `traffic_ratio`: bytes moved over the least; `padding`: rows computed over rows served."""
+    """All kernels of a layer. `traffic_ratio`: bytes moved over the least; `padding`: rows computed over those served."""
 
     gate_up: GemmCost
     down: GemmCost
