@@ -10,10 +10,14 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moec.codegen.offline import Report, Signature
-from moec.codegen.renderer import Comment
-from moec.codegen.targets import Dtype, Target
+from moec.codegen.offline import Launch, Report, Signature, compile_kernel
+from moec.codegen.renderer import Comment, render
+from moec.codegen.targets import Dtype, Target, find_target
 from moec.codegen.tiles import Form, Tile, count_tiles
+
+
+#: Row tiles that pass over all columns together: 16 x 128 rows and the columns in flight stay in the L2 cache.
+BAND = 16
 
 
 class Projection(enum.Enum):
@@ -40,7 +44,10 @@ class RowSource(enum.Enum):
 
 
 class Store(enum.Enum):
-    """Results as they are; or times `pair_weights[pairs[p]]`; or that added (atomically) to fp32 `out[pairs[p] // top]`."""
+    """Results of sorted position p as they are; times `pair_weights[pairs[p]]`; or that added to `out[pairs[p] // top]`.
+
+    Adding is atomic, into fp32, in no fixed order.
+    """
 
     PLAIN = "plain"
     WEIGHTED = "weighted"
@@ -68,7 +75,7 @@ class GroupedGemm:
     warps: int
     programs: int
     target: Comment
-    fallback: Comment = Comment("")
+    fallback: Comment
 
     @property
     def depth(self) -> int:
@@ -93,6 +100,86 @@ class GroupedGemm:
     def num_columns(self) -> int:
         """Column tiles: how many tiles share their rows."""
         return -(-self.width // self.tiles[0].n)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The kernel's arguments in order, but for the last one, INTERPRET."""
+        wanted = {
+            "row_box": self.has_row_box,
+            "pairs": self.has_pairs,
+            "pair_weights": self.store is not Store.PLAIN,
+            "w_pair": self.has_weight_pairs,
+        }
+        order = ("rows", "row_box", "offsets", "pairs", "pair_weights", "w", "w_pair", "out", "num_rows")
+        return tuple(name for name in order if wanted.get(name, True))
+
+    @property
+    def passed(self) -> tuple[str, ...]:
+        """The arguments that the kernel's bodies take."""
+        return tuple(name for name in self.arguments if name not in ("offsets", "num_rows"))
+
+    @property
+    def has_wide(self) -> bool:
+        return not all(tile.swapped for tile in self.tiles)
+
+    @property
+    def has_swapped(self) -> bool:
+        return any(tile.swapped for tile in self.tiles)
+
+    @property
+    def has_pairs(self) -> bool:
+        return self.rows is RowSource.GATHERED or self.store is not Store.PLAIN
+
+    @property
+    def has_row_box(self) -> bool:
+        """Whether the wide body loads rows by descriptor; those of swapped bodies are few and loaded by pointers."""
+        return self.form is Form.TMA and self.rows is RowSource.SORTED and self.has_wide
+
+    @property
+    def has_weight_pairs(self) -> bool:
+        """Whether the wide body loads gate and up as one box."""
+        return self.form is Form.TMA and self.op is Projection.GATE_UP and self.has_wide
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a body loads rows by pointers."""
+        return self.has_swapped or not self.has_row_box
+
+    @property
+    def loads_by_pointer(self) -> bool:
+        return self.gathers or self.form is Form.POINTER
+
+    @property
+    def side_names(self) -> tuple[str, ...]:
+        """What the products that make a column of the result are called."""
+        return ("gate", "up") if self.op is Projection.GATE_UP else ("result",)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each tile."""
+        return tuple(tile.m for tile in self.tiles)
+
+    @property
+    def is_deep_ragged(self) -> bool:
+        """Whether the last step reaches past the summed dimension."""
+        return self.depth % self.tiles[0].k != 0
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.target.text.startswith("cuda")
+
+    @property
+    def block_experts(self) -> int:
+        return max(2, 1 << (self.experts - 1).bit_length())
+
+    @property
+    def triton_dtype(self) -> str:
+        return {Dtype.FP32: "float32", Dtype.FP16: "float16", Dtype.BF16: "bfloat16"}[self.dtype]
+
+    @property
+    def band(self) -> int:
+        """Row tiles of an expert that are run for all columns before the next ones are."""
+        return BAND
 
     @property
     def name(self) -> str:
@@ -139,14 +226,31 @@ def specialise(
 
 def render_grouped_gemm(values: GroupedGemm, comments: Iterable[Comment] = ()) -> str:
     """The kernel's source text; `comments` are the `.moe` lines it serves, one each. The kernel is `grouped_gemm`."""
-    raise NotImplementedError
+    return render("triton/grouped_gemm.py.jinja", k=values, serves=tuple(comments))
 
 
 def grouped_gemm_signature(values: GroupedGemm) -> Signature:
     """Argument types of the rendered `grouped_gemm`."""
-    raise NotImplementedError
+    dtype, tile = values.dtype.value, values.tiles[0]
+    types = {
+        "rows": f"*{dtype}",
+        "row_box": f"tensordesc<{dtype}[{tile.m}, {tile.k}]>",
+        "offsets": "*i32",
+        "pairs": "*i64",
+        "pair_weights": "*fp32",
+        "w": f"*{dtype}",
+        "out": "*fp32" if values.store is Store.ACCUMULATED else f"*{dtype}",
+        "num_rows": "i32",
+    }
+    if values.form is Form.TMA:
+        types["w"] = f"tensordesc<{dtype}[1, {tile.n}, {tile.k}]>"
+        types["w_pair"] = f"tensordesc<{dtype}[1, {tile.n}, 2, {tile.k}]>"
+    chosen = {name: types[name] for name in values.arguments}
+    return Signature(chosen | {"INTERPRET": "constexpr"}, {"INTERPRET": False})
 
 
 def compile_grouped_gemm(values: GroupedGemm, source: str | None = None) -> Report:
     """Compile for its target and judge; `source` is its text, where rendered already."""
-    raise NotImplementedError
+    text = source if source is not None else render_grouped_gemm(values)
+    launch = Launch("grouped_gemm", values.warps, values.stages)
+    return compile_kernel(text, "grouped_gemm", grouped_gemm_signature(values), find_target(values.target.text), launch)
