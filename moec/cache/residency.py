@@ -119,12 +119,16 @@ class Residency:
         """
         wanted = sorted(set(experts))
         self._check(layer, wanted)
-        self._settle(layer)
+        if self._guessed:
+            self._settle(layer)
         self.policy.use(layer, wanted)
         self._wanted = {(layer, expert) for expert in wanted}
-        table = self._tables[layer]
-        uses = [Use(expert, table[expert], False, None) for expert in wanted if expert in table]
-        misses = [expert for expert in wanted if expert not in table]
+        table, uses, misses = self._tables[layer], list[Use](), list[int]()
+        for expert in wanted:
+            if (slot := table.get(expert)) is not None:
+                uses.append(Use(expert, slot, False, None))
+            else:
+                misses.append(expert)
         self._count(layer, uses, len(misses))
         if misses:
             self._load(layer, misses, uses)

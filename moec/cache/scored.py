@@ -44,7 +44,9 @@ class Scored(ABC):
 #: A use that is n steps old weighs n ** -FORGETTING.
 FORGETTING = 0.75
 #: Half-lives, in steps, of the exponentials that add up to this weight.
-HALF_LIVES = 4.0 ** np.arange(7)
+HALF_LIVES = tuple(4.0**n for n in range(7))
+#: Steps after which sums are made small again. A use of the shortest half-life weighs 2 ** steps until then.
+ERA_STEPS = 256
 
 
 class Lfu(Scored):
@@ -61,17 +63,26 @@ class Lfu(Scored):
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         super().__init__()
-        self._kept = 0.5 ** (1.0 / HALF_LIVES)[:, None]
-        self._added = HALF_LIVES[:, None] ** -FORGETTING
-        self._sums = np.zeros((num_layers, len(HALF_LIVES), num_experts))
+        half_lives = np.array(HALF_LIVES)
+        #: What a use in step n of an era adds: later ones more, where earlier ones ought to lose.
+        self._added = half_lives**-FORGETTING * 2.0 ** (np.arange(ERA_STEPS)[:, None] / half_lives)
+        self._left, self._fade = 2.0 ** (-np.arange(ERA_STEPS)[:, None] / half_lives), 0.5 ** (ERA_STEPS / half_lives)
+        self._sums = np.zeros((num_layers, num_experts, len(half_lives)))
+        self._rows = [list(sums) for sums in self._sums]  # views: to index an array takes as long as to add
+        self._steps = [0] * num_layers
 
     def use(self, layer: int, experts: Sequence[int]) -> None:
-        sums = self._sums[layer]
-        sums *= self._kept
-        sums[:, experts] += self._added
+        rows, step = self._rows[layer], self._steps[layer] + 1
+        if step == ERA_STEPS:
+            self._sums[layer] *= self._fade
+            step = 0
+        self._steps[layer], added = step, self._added[step]
+        for expert in experts:
+            row = rows[expert]
+            row += added
 
     def scores(self, layer: int) -> Sequence[float]:
-        found: list[float] = self._sums[layer].sum(axis=0).tolist()
+        found: list[float] = (self._sums[layer] * self._left[self._steps[layer]]).sum(axis=1).tolist()
         return found
 
 

@@ -11,7 +11,7 @@ Who is evicted follows from the order of these calls alone (`moec.cache.residenc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,13 +113,16 @@ class ExpertCache:
         for load in self.residency.prefetch(index, [expert for expert in guessed if expert in held], most):
             self._begin(index, load)
 
-    def demand(self, layer: int, experts: Sequence[int]) -> Mapping[int, int]:
-        """Claim a slot for each of `experts`: expert -> slot. What is missing is on its way when this returns.
+    def demand(self, layer: int, experts: Sequence[int]) -> Sequence[Use]:
+        """Claim a slot for each of `experts`. What is missing is on its way when this returns.
 
         An expert whose slot another one of them leaves to it is not: `serve` starts it.
         """
-        index, taken = self._index[layer], set[int]()
+        index = self._index[layer]
         uses = self._uses[layer] = self.residency.demand(index, experts)
+        if not self._is_copied(uses):
+            return uses
+        taken: set[int] = set()
         for use in uses:
             if use.is_loaded and use.slot not in taken:
                 self._begin(index, use)
@@ -127,9 +130,9 @@ class ExpertCache:
                 self.arrivals.late += 1
                 self._moving[use.slot].promote()
             taken.add(use.slot)
-        return {use.expert: use.slot for use in uses}
+        return uses
 
-    def serve(self, layer: int) -> Iterator[list[int]]:
+    def serve(self, layer: int) -> Iterator[Sequence[Use]]:
         """The experts that `demand` claimed: those that are there together, then the others as they come.
 
         Each is in its slot until the next ones are asked for.
@@ -138,17 +141,26 @@ class ExpertCache:
             MoecError: an expert could not be read.
         """
         index, waiting = self._index[layer], self._uses.pop(layer)
+        if waiting and not self._is_copied(waiting):
+            yield waiting
+            return
         while waiting:
             begun = self._first_of_each_slot(waiting)
             ready = [use for use in begun if self._is_there(use)] or begun[:1]
             for use in ready:
                 if (transfer := self._moving.pop(use.slot, None)) is not None:
                     self._wait(transfer)
-            yield [use.expert for use in ready]
+            yield ready
             waiting = [use for use in waiting if use not in ready]
             for use in self._first_of_each_slot(waiting):
                 if use.is_loaded and use not in begun:
                     self._begin(index, use)
+
+    def _is_copied(self, uses: Sequence[Use]) -> bool:
+        """Whether a copy into the slot of any of them is under way or to come. Loads are last among uses."""
+        if not self._moving:
+            return bool(uses) and uses[-1].is_loaded
+        return any(use.is_loaded or use.slot in self._moving for use in uses)
 
     def _wait(self, transfer: Transfer) -> None:
         if transfer.is_done:

@@ -10,16 +10,17 @@ C slots of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moec.runtime.context import Context
 from moec.runtime.kernels_torch import rms_norm
-from moec.runtime.kernels_torch_moe import at_boundary, route, router_logits
+from moec.runtime.kernels_torch_moe import GROUPED_ALIGNMENT, at_boundary, route, router_logits
 from moec.runtime.kernels_torch_pairs import lost_rows
 
 
@@ -62,10 +63,12 @@ def prefetch_start(ctx: Context, counts_E: Tensor, *, table: str, ahead: int, mo
 def prefetch_wait(ctx: Context, offsets_M: Tensor, *, table: str) -> Tensor:
     """Claim a slot for each expert of this rank that has rows: i32 [M], -1 for those without."""
     assert ctx.cache is not None and ctx.layer is not None
-    held, ends = ctx.held_experts(table), offsets_M.tolist()
-    needed = [expert for expert, first, end in zip(held, [0, *ends], ends, strict=False) if end > first]
-    slots = ctx.cache.demand(ctx.layer, needed)
-    return torch.tensor([slots.get(expert, -1) for expert in held], dtype=torch.int32, device=offsets_M.device)
+    held, place = _held(ctx, table)
+    slots = [-1] * len(held)
+    for use in ctx.cache.demand(ctx.layer, [held[m] for m, _, _ in _ranges(offsets_M)]):
+        slots[place[use.expert]] = use.slot
+    slots_M = torch.from_numpy(np.array(slots, np.int32))  # of a list, torch takes three times as long
+    return slots_M.to(offsets_M.device) if offsets_M.is_cuda else slots_M
 
 
 def cached_experts(
@@ -80,20 +83,35 @@ def cached_experts(
 ) -> Tensor:
     """down(silu(gate row) * (up row)) for the rows of each expert, as it comes into its slot: [X, D].
 
-    The G = 2 I rows of a slot are gate's, then up's. Raises what `served` does.
+    The G = 2 I rows of a slot are gate's, then up's. Which slots those are is known on this side of the device
+    (`slots_M` has them there). Raises what `served` does.
     """
-    out_XD, num_rows = torch.empty_like(rows_XD), rows_XD.shape[0]
-    wide_XG, act_XI = (rows_XD.new_empty(num_rows, width) for width in (gate_up_CGD.shape[1], down_CDI.shape[2]))
-    for mine in served(ctx, num_rows, offsets_M, slots_M, table):
-        for slot, rows in mine:
-            torch.mm(rows_XD[rows], at_boundary(gate_up_CGD[slot]).t(), out=wide_XG[rows])
-        is_whole = sum(rows.stop - rows.start for _, rows in mine) == num_rows
-        for rows in [slice(0, num_rows)] if is_whole else [rows for _, rows in mine]:
-            gate, up = wide_XG[rows].chunk(2, dim=-1)
-            torch.mul(F.silu(gate), up, out=act_XI[rows])
-        for slot, rows in mine:
-            torch.mm(act_XI[rows], at_boundary(down_CDI[slot]).t(), out=out_XD[rows])
+    assert ctx.cache is not None and ctx.layer is not None
+    held, _ = _held(ctx, table)
+    ranges, num_rows = _all_ranges(ctx, rows_XD.shape[0], offsets_M), rows_XD.shape[0]
+    sizes, number = [end - first for _, first, end in ranges], {held[m]: i for i, (m, _, _) in enumerate(ranges)}
+    wide_XG, out_XD = rows_XD.new_empty(num_rows, gate_up_CGD.shape[1]), torch.empty_like(rows_XD)
+    rows, wide, out = (x.split_with_sizes(sizes) for x in (rows_XD, wide_XG, out_XD))
+    act: Sequence[Tensor] = ()
+    gate_up, down = _matrices(ctx, gate_up_CGD), _matrices(ctx, down_CDI)
+    for uses in ctx.cache.serve(ctx.layer):
+        mine = [(number[use.expert], use.slot) for use in uses]
+        for i, slot in mine:
+            torch.mm(rows[i], gate_up(slot), out=wide[i])
+        if len(mine) == len(sizes):
+            act = _activated(wide_XG).split_with_sizes(sizes)
+        else:
+            act = act or rows_XD.new_empty(num_rows, down_CDI.shape[2]).split_with_sizes(sizes)
+            for i, _ in mine:
+                act[i].copy_(_activated(wide[i]))
+        for i, slot in mine:
+            torch.mm(act[i], down(slot), out=out[i])
     return out_XD
+
+
+def _activated(wide_XG: Tensor) -> Tensor:
+    gate_XI, up_XI = wide_XG.chunk(2, dim=-1)
+    return F.silu(gate_XI).mul_(up_XI)
 
 
 def served(
@@ -105,20 +123,46 @@ def served(
     against reading an expert.
     """
     assert ctx.cache is not None and ctx.layer is not None
-    place, num_served = _places(ctx, table), 0
-    ends, slots = [0, *offsets_M.tolist()], slots_M.tolist()
-    for experts in ctx.cache.serve(ctx.layer):
-        mine = [(slots[m], slice(ends[m], ends[m + 1])) for m in map(place.__getitem__, experts)]
-        yield mine
-        num_served += sum(rows.stop - rows.start for _, rows in mine)
-    if num_served != num_rows:
+    held, _ = _held(ctx, table)
+    rows = {held[m]: slice(first, end) for m, first, end in _all_ranges(ctx, num_rows, offsets_M)}
+    for uses in ctx.cache.serve(ctx.layer):
+        yield [(use.slot, rows[use.expert]) for use in uses]
+
+
+def _all_ranges(ctx: Context, num_rows: int, offsets_M: Tensor) -> list[tuple[int, int, int]]:
+    """`_ranges`, which must have all of the rows (E0508)."""
+    found = _ranges(offsets_M)
+    if (num_served := found[-1][2] if found else 0) != num_rows:
         raise lost_rows(ctx, f"cached experts were given {num_served} of {num_rows} rows")
+    return found
 
 
-def _places(ctx: Context, table: str) -> dict[int, int]:
-    """Where each expert stands among those of this rank."""
-    key = ("place among those held", table)
+def _ranges(offsets_M: Tensor) -> list[tuple[int, int, int]]:
+    """(m, where its rows begin, where they end) of the experts that have rows."""
+    found, first = [], 0
+    for m, end in enumerate(offsets_M.tolist()):
+        if end > first:
+            found.append((m, first, end))
+            first = end
+    return found
+
+
+def _held(ctx: Context, table: str) -> tuple[tuple[int, ...], dict[int, int]]:
+    """The experts of this rank, and where each stands among them."""
+    key = "experts held", table
     if key not in ctx.memo:
-        ctx.memo[key] = {expert: m for m, expert in enumerate(ctx.held_experts(table))}
-    found: dict[int, int] = ctx.memo[key]
+        held = ctx.held_experts(table)
+        ctx.memo[key] = held, {expert: m for m, expert in enumerate(held)}
+    found: tuple[tuple[int, ...], dict[int, int]] = ctx.memo[key]
+    return found
+
+
+def _matrices(ctx: Context, slots_CNK: Tensor) -> Callable[[int], Tensor]:
+    """Slot -> its matrix, transposed: [K, N]. Slots do not move, so views of them are made once."""
+    key = "matrices", slots_CNK.data_ptr()
+    if key not in ctx.memo:
+        views = [matrix.t() for matrix in slots_CNK.unbind()]
+        is_aligned = not any(view.data_ptr() % GROUPED_ALIGNMENT for view in views)
+        ctx.memo[key] = views.__getitem__ if is_aligned else lambda slot: at_boundary(slots_CNK[slot]).t()
+    found: Callable[[int], Tensor] = ctx.memo[key]
     return found
