@@ -97,11 +97,10 @@ def unfitness(choice: Choice) -> str | None:
 def _explained(chosen: Choice, wanted: GroupedGemm, unfit: Sequence[tuple[int, Choice, str]]) -> GroupedGemm:
     """The values, with a word where the wanted ones were refused, or where the chosen ones are not fit themselves."""
     values = chosen.values
-    for _, choice, why in unfit:
-        if choice is chosen:
-            return replace(values, fallback=Comment(f"{describe(values)} {why}, and so does every other tile"))
-        if choice.values == wanted:
-            return replace(values, fallback=Comment(f"{describe(values)} instead of {describe(wanted)}, which {why}"))
+    if (own := next((why for _, choice, why in unfit if choice.values == values), None)) is not None:
+        return replace(values, fallback=Comment(f"{describe(values)} {own}, and so does every other tile"))
+    if (why := next((why for _, choice, why in unfit if choice.values == wanted), None)) is not None:
+        return replace(values, fallback=Comment(f"{describe(values)} instead of {describe(wanted)}, which {why}"))
     return values
 
 
