@@ -84,8 +84,10 @@ def matrix_loops(code: Sequence[Instruction]) -> tuple[MatrixLoop, ...]:
             continue
         if (loop := _hot_loop(code, index, start, end)) is not None:
             found.append(loop)
-    around = [(start, end) for _, start, end in jumps]
-    return tuple(_matrix_loop(code, index, loop, around) for loop in sorted(found, key=lambda loop: loop.start))
+    spans = [(start, end) for _, start, end in jumps]
+    inside = {i for loop in found for i in range(index[loop.start], index[loop.end] + 1)}
+    in_order = sorted(found, key=lambda loop: loop.start)
+    return tuple(_matrix_loop(code, loop, _around(code, index, loop, spans, inside)) for loop in in_order)
 
 
 def _hot_loop(code: Sequence[Instruction], index: dict[int, int], start: int, end: int) -> _Loop | None:
@@ -140,22 +142,26 @@ def _shortest(follow: Callable[[int], Iterable[int]], source: int, sink: int) ->
     return path[::-1]
 
 
-def _matrix_loop(
-    code: Sequence[Instruction], index: dict[int, int], loop: _Loop, around: Sequence[tuple[int, int]]
-) -> MatrixLoop:
+def _matrix_loop(code: Sequence[Instruction], loop: _Loop, around: tuple[int | None, int]) -> MatrixLoop:
     body = [code[i] for i in loop.path]
     op = next(one.matrix for one in body if one.matrix is not None)
     counts = Counter(one.load for one in body if one.load is not None)
     loads = tuple((kind, counts[kind]) for kind in LOADS if counts[kind])
-    tile_slots, peeled = _around(code, index, loop, around)
-    return MatrixLoop(op, loop.num_ops, len(body), loads, tile_slots, peeled)
+    return MatrixLoop(op, loop.num_ops, len(body), loads, *around)
 
 
 def _around(
-    code: Sequence[Instruction], index: dict[int, int], loop: _Loop, around: Sequence[tuple[int, int]]
+    code: Sequence[Instruction],
+    index: dict[int, int],
+    loop: _Loop,
+    spans: Sequence[tuple[int, int]],
+    inside: set[int],
 ) -> tuple[int | None, int]:
-    """Instructions of the nearest loop around `loop` on its shortest way, and matrix instructions before the loop."""
-    for start, end in around:  # the shortest first
+    """Instructions of the nearest loop around `loop` on its shortest way, and matrix instructions before the loop.
+
+    `spans` are all backward jumps, the shortest first; `inside` are positions in innermost loops.
+    """
+    for start, end in spans:
         if not (start <= loop.start and loop.end < end):
             continue
         before = _through(code, index, (start, loop.start), [])
@@ -163,6 +169,6 @@ def _around(
         after = _shortest(follow, index[loop.end], index[end])
         if before is None or after is None:
             continue
-        peeled = sum(code[i].matrix is not None for i in range(index[start], index[loop.start]))
-        return len(before) + len(after) - 2, peeled if peeled <= loop.num_ops else 0
+        ahead = [i for i in range(index[start], index[loop.start]) if code[i].matrix is not None and i not in inside]
+        return len(before) + len(after) - 2, len(ahead)
     return None, 0
