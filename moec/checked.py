@@ -162,7 +162,8 @@ class Phase:
 
     `exchange`: flat, padded, gather, two_hop or aggregate. `combine`: ordered (a row per choice comes home) or reduced
     (sums do). Either is auto where the compiler is to choose. `capacity`: room of a padded exchange in even shares,
-    None for every token; `drop` what does not fit. `overlap`: off, auto, or the number of chunks.
+    None for every token; `drop` what does not fit. `overlap`: off, auto, or the number of chunks. `sums`: fixed, or any
+    order in which a rank adds what its experts give.
     """
 
     name: str  # prefill | decode
@@ -173,6 +174,7 @@ class Phase:
     capacity: float | None = None
     drop: bool = False
     overlap: str = "off"
+    sums: str = "fixed"
 
 
 @dataclass(frozen=True)

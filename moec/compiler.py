@@ -27,6 +27,7 @@ from moec.passes.cache_experts import CacheExperts
 from moec.passes.choose_exchange import ChooseExchange
 from moec.passes.choose_kernels import ChooseKernels
 from moec.passes.chunk_tokens import ChunkTokens
+from moec.passes.fuse_experts import FuseExperts
 from moec.passes.fuse_gate_up import FuseGateUp
 from moec.passes.infer_shapes import InferShapes
 from moec.passes.insert_exchange import InsertExchange
@@ -65,6 +66,7 @@ def pipeline(kernels: str = "torch", stage: int = 0) -> tuple[Pass, ...]:
         InsertExchange(),
         FuseGateUp(),  # after the exchange, which makes the experts' own products
         CacheExperts(),  # once an expert's products are two
+        FuseExperts(prefer=kernels),  # what is left of the experts' products
         PlacePrefetch(),  # needs the waits that cache-experts placed
         Schedule(),  # once every operation is there
         PlanMemory(),  # last to see sizes: nothing below changes a shape

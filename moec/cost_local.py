@@ -76,6 +76,23 @@ def _grouped(sizes: Sizes, node: fx.Node) -> Work:
     return 2 * _elements(sizes, rows) * sizes.dim(w.shape[1]), moved
 
 
+def _gathered_product(sizes: Sizes, node: fx.Node) -> Work:
+    """As `_grouped`; each row that a pair reads is found in caches once another pair has read it."""
+    (x, offsets, pairs, w), made = _types(node)
+    used = 1.0 if sizes.route is None else sizes.active_experts() / sizes.dim(w.shape[0])
+    flops = 2 * sizes.dim(pairs.shape[0]) * sizes.dim(w.shape[1]) * sizes.dim(w.shape[2])
+    return flops, _sum(sizes, [x, offsets, pairs, *made]) + sizes.bytes(w) * used
+
+
+def _reduced_product(sizes: Sizes, node: fx.Node) -> Work:
+    """As `_grouped`, but for its results: sums in fp32 that are cleared, added to and cast."""
+    (x, _, w, pairs, weights), (made,) = _types(node)
+    used = 1.0 if sizes.route is None else sizes.active_experts() / sizes.dim(w.shape[0])
+    sums = 3 * WIDTH["fp32"] * _elements(sizes, made)
+    flops = 2 * _elements(sizes, x) * sizes.dim(w.shape[1])
+    return flops, _sum(sizes, [x, pairs, weights, made]) + sums + sizes.bytes(w) * used
+
+
 def _served(sizes: Sizes, node: fx.Node) -> Work:
     """Rows [X, D] by gate, up and down [., I, D] of their experts; what is between the products is in caches."""
     rows, _, _, gate_up, down = _types(node)[0]
@@ -139,6 +156,8 @@ RULES: dict[str, Callable[[Sizes, fx.Node], Work]] = {
     "router_logits": _product,
     "grouped_linear": _grouped,
     "grouped_gate_up": _grouped,
+    "gathered_gate_up": _gathered_product,
+    "reduced_linear": _reduced_product,
     "cached_experts": _served,
     "guess": _guess,
     "attention": _attention,

@@ -112,6 +112,8 @@ def _phases(document: dict[str, Any]) -> Iterator[str]:
         yield ""
         rows = f"{'token' if name.startswith('prefill') else 'sequence'}{_s(phase['tokens'])}"
         yield f"{name}: up to {phase['tokens']} {rows} a step on each dp rank, exchange {phase['exchange']}"
+        if phase["sums"] == "any":
+            yield "  sums in any order: last digits may differ from run to run"
         if phase["exchanges"] is not None:
             yield from exchange_lines(phase["exchanges"])
         elif phase["overlap_asked"] == "auto":

@@ -201,6 +201,7 @@ class Program:
     drop: bool = False  # what does not fit a padded exchange is left out and counted, else it is an error
     stage: int = 0  # of mesh.pp pipeline stages
     overlap: str = "off"  # or auto; once planned, chunks of a sparse layer's experts, or `2:layer`; "1" reorders only
+    sums: str = "fixed"  # or any: ranks may add what their experts give in whatever order it comes
     placements: dict[str, Placement] = field(default_factory=dict)
     cache: Cache | None = None  # None: all experts are in device memory
     experts: dict[str, int] = field(default_factory=dict)  # table -> number of routed experts

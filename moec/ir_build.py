@@ -9,7 +9,16 @@ from typing import Any
 
 from torch import fx
 
-from moec import ops_attention, ops_cache, ops_comm, ops_dense, ops_exchange, ops_moe, ops_pairs  # noqa: F401  (importing them fills the table)
+from moec import (  # noqa: F401  (importing them fills the table)
+    ops_attention,
+    ops_cache,
+    ops_comm,
+    ops_dense,
+    ops_exchange,
+    ops_fused,
+    ops_moe,
+    ops_pairs,
+)
 from moec.ir import Body, Loc, Param, Program, Type, is_op, loc_of, op_of, results_of, type_of
 from moec.layout import Shard, layout
 from moec.ops import OPS, Op

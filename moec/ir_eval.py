@@ -22,11 +22,12 @@ from moec.ir import Body, Param, Program, Run, full_name, is_op, op_of, results_
 from moec.ir_eval_cache import CACHE
 from moec.ir_eval_comm import COLLECTIVES
 from moec.ir_eval_exchange import EXCHANGE
+from moec.ir_eval_fused import FUSED
 from moec.layout import Placed, Replicate, Shard
 from moec.placement import balanced
 
 Ranks = list[Tensor]
-LOCAL = ir_eval_local.LOCAL | EXCHANGE | CACHE
+LOCAL = ir_eval_local.LOCAL | EXCHANGE | CACHE | FUSED
 T = TypeVar("T")
 
 
@@ -169,7 +170,7 @@ class Reference:
             result = LOCAL[op.name](context, *(a[rank] for a in args), **attrs)
             return result if isinstance(result, tuple) else (result,)
 
-        own_rank = op.name == "group_rows"  # the one operation that asks where it is
+        own_rank = op.name in ("group_rows", "group_pairs")  # what asks where it is
         per_rank = self.once(lambda rank: rank if own_rank else tuple(id(a[rank]) for a in args), give)
         return [list(column) for column in zip(*per_rank, strict=True)]
 

@@ -66,7 +66,7 @@ def _slots_settled(program: Program) -> Faults:
         yield "the slots of the expert cache are not settled"
     if cache is not None and is_cached(program):
         for body, node in program.nodes():
-            if op_of(node).name in ("grouped_linear", "grouped_gate_up"):
+            if op_of(node).name in ("grouped_linear", "grouped_gate_up", "gathered_gate_up", "reduced_linear"):
                 yield f"{body.name}: {op_of(node).name} wants all experts, the cache has {cache.slots} slots"
 
 

@@ -20,6 +20,7 @@ from torch import fx
 from moec.diagnostics import CompileError, Diagnostic
 from moec.ir import Body, Program, is_op, loc_of, op_of, operands, output_of, results_of
 from moec.ir_proof_comm import COLLECTIVES, Comm, wait
+from moec.ir_proof_fused import FUSED
 from moec.ir_proof_local import LOCAL, opaque
 from moec.ir_proof_order import events, prove_order
 from moec.ir_proof_rank import Here, Log
@@ -117,7 +118,8 @@ class Execution:
 
     def _local(self, name: str, args: list[Value], attrs: dict[str, Any], num_results: int) -> tuple[Value, ...]:
         require(name != "moe", "moe is not lowered yet")
-        if name not in LOCAL:
+        rules = LOCAL | FUSED
+        if name not in rules:
             rows = [arg for arg in args if arg.kind != "param"]
             require(
                 bool(rows) and all(arg.kind == "rows" for arg in rows),
@@ -125,11 +127,11 @@ class Execution:
             )
             given = [opaque(*(arg.columns[rank] for arg in rows)) for rank in self.ranks]
             return (Value("rows", given),) * num_results
-        takes, gives = LOCAL[name].takes, LOCAL[name].gives
+        takes, gives = rules[name].takes, rules[name].gives
         gives = tuple(args[0].kind if kind == "same" else kind for kind in gives)
         for wanted, arg in zip(takes, args, strict=False):
             require(wanted in (arg.kind, "any"), f"{name} reads {arg.kind} as {wanted}")
-        columns = [LOCAL[name].run(self.here(rank), *(a.columns[rank] for a in args), **attrs) for rank in self.ranks]
+        columns = [rules[name].run(self.here(rank), *(a.columns[rank] for a in args), **attrs) for rank in self.ranks]
         return tuple(Value(kind, list(column)) for kind, column in zip(gives, zip(*columns, strict=True), strict=True))
 
 
@@ -152,7 +154,7 @@ def check_served(run: Execution) -> None:
 
 
 def _groups(node: fx.Node) -> bool:
-    return any(is_op(maker) and op_of(maker).name == "group_rows" for maker in node.all_input_nodes)
+    return any(is_op(maker) and op_of(maker).name in ("group_rows", "group_pairs") for maker in node.all_input_nodes)
 
 
 def _times(ranks: list[int]) -> str:

@@ -6,7 +6,7 @@ its results and refuses what would lose, double or mix up a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from moec.ir import Param
@@ -73,16 +73,19 @@ def group_rows(here: Here, rows: Column, ids: Column, table: str) -> tuple[Colum
     grouped: list[Work] = []
     offsets, pairs = [], []
     for held in here.program.placements[table].slots[here.ep_index]:
-        for index, (row, chosen) in enumerate(zip(rows, ids, strict=True)):
-            for choice, expert in enumerate(chosen.experts):
-                if expert == held:
-                    grouped.append(_work(here, row, choice, expert))
-                    pairs.append(index * len(chosen.experts) + choice)
+        for index, choice in pairs_of(here, ids, held):
+            grouped.append(start_work(here, rows[index], choice, held))
+            pairs.append(index * here.table.top + choice)
         offsets.append(len(grouped))
     return grouped, offsets, pairs
 
 
-def _work(here: Here, row: Row, choice: int, expert: int) -> Work:
+def pairs_of(here: Here, ids: Column, expert: int) -> list[tuple[int, int]]:
+    """(row, choice) of all that chose an expert, in order of arrival."""
+    return [(index, choice) for index, row in enumerate(ids) for choice, e in enumerate(row.experts) if e == expert]
+
+
+def start_work(here: Here, row: Row, choice: int, expert: int) -> Work:
     require(row.token is not None, f"rank {here.rank} takes empty room for a row of expert {expert}")
     assert row.token is not None
     here.log.served.setdefault((row.token, choice), []).append(here.rank)
@@ -101,12 +104,17 @@ def grouped_gate_up(here: Here, rows: Column, offsets: Column, param: Column) ->
     return (_product(here, rows, offsets, param[0], "in", "act"),)
 
 
-def _product(here: Here, rows: Column, offsets: Column, weight: Param, stage: str, gives: str) -> Column:
-    """Rows up to offsets[m] by the expert in slot m, as the loader fills it."""
+def experts_of(here: Here, weight: Param) -> Sequence[int]:
+    """The expert of each slot of a parameter, as the loader fills it."""
     place = weight.layout.on("ep")
-    held = range(weight.shape[0])
     if isinstance(place, Placed):
-        held = here.program.placements[place.table].slots[here.ep_index]  # type: ignore[assignment]
+        return here.program.placements[place.table].slots[here.ep_index]
+    return range(weight.shape[0])
+
+
+def _product(here: Here, rows: Column, offsets: Column, weight: Param, stage: str, gives: str) -> Column:
+    """Rows up to offsets[m] by the expert in slot m."""
+    held = experts_of(here, weight)
     part = here.program.mesh.coordinate(here.rank, "etp") if isinstance(weight.layout.on("etp"), Shard) else None
     require(len(offsets) == len(held), f"{len(offsets)} offsets for {len(held)} experts")
     require([0, *offsets][-1] == len(rows), f"offsets count {[0, *offsets][-1]} of {len(rows)} rows")

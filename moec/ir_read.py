@@ -26,6 +26,7 @@ from moec.topology import Cluster, Device, Link
 MOST = 1 << 16
 STEP: dict[str, type] = {"tokens": int, "slots": int, "context": int, "dtype": str, "exchange": str, "strategy": str}
 STEP_OPTIONS: dict[str, type] = {"combine": str, "capacity": float, "drop": str, "stage": int, "overlap": str}
+STEP_OPTIONS |= {"sums": str}
 MESH: dict[str, type] = dict.fromkeys(("dp", "tp", "edp", "ep", "etp"), int)
 MESH_OPTIONS: dict[str, type] = {"nodes": int, "pp": int}
 CACHE: dict[str, type] = {"evict": str}

@@ -30,7 +30,7 @@ def print_program(program: Program) -> str:
         f"step tokens={p.tokens} slots={p.slots} context={p.context} dtype={p.dtype}"
         f" exchange={p.exchange} strategy={p.strategy}{_unless('ordered', combine=p.combine)}"
         f"{_unless(None, capacity=p.capacity)}{_unless(False, drop=p.drop)}{_unless(0, stage=p.stage)}"
-        f"{_unless('off', overlap=p.overlap)}",
+        f"{_unless('off', overlap=p.overlap)}{_unless('fixed', sums=p.sums)}",
         *(_cache_lines(p.cache) if p.cache is not None else ()),
         *(f"experts {table}={count}" for table, count in p.experts.items()),
         *(f"placement {table} {_slots(t.slots)}" for table, t in p.placements.items()),

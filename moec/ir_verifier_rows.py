@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from torch import fx
 
-from moec.ir import Body, Program, is_op, op_of, operands, results_of
+from moec.ir import Body, Program, is_op, op_of, operands, results_of, type_of
 
 Faults = Iterator[str]
 
@@ -43,9 +43,21 @@ def _group_faults(node: fx.Node) -> Faults:
 
 def _grouped_faults(node: fx.Node) -> Faults:
     rows, offsets = operands(node)[:2]
-    grouped = _result(offsets, "group_rows", 1)
-    if grouped is None or _start(rows, "group_rows") is not grouped:
+    grouped = _grouping(offsets, "offsets")
+    if grouped is None or _grouped_by(rows) is not grouped:
         yield f"{op_of(node).name} takes offsets of other rows"
+
+
+def _gathered_faults(node: fx.Node) -> Faults:
+    """Offsets and pairs are of the rows that are read through them."""
+    rows, offsets, pairs = operands(node)[:3]
+    grouped = _grouping(pairs, "pairs")
+    if grouped is None or op_of(grouped).name != "group_pairs" or _grouping(offsets, "offsets") is not grouped:
+        yield "gathered_gate_up takes offsets and pairs that are not of one group_pairs"
+    elif not _together(rows, grouped.args[0]):
+        yield "gathered_gate_up takes rows and pairs that did not come together"
+    elif type_of(operands(grouped)[0]).shape[1] != node.kwargs["top"]:
+        yield f"gathered_gate_up takes rows of {node.kwargs['top']} choices each, they have other ones"
 
 
 def _cached_faults(node: fx.Node) -> Faults:
@@ -64,19 +76,30 @@ def _return_faults(node: fx.Node) -> Faults:
 
 
 def _pair_faults(node: fx.Node, rows: fx.Node, pairs: fx.Node) -> Faults:
-    grouped = _result(pairs, "group_rows", 2)
+    grouped = _grouping(pairs, "pairs")
     if grouped is None:
         yield f"{op_of(node).name} takes its pairs from no group_rows"
-    elif _start(rows, "group_rows") is not grouped:
-        yield f"{op_of(node).name} takes rows that were grouped by another group_rows"
+    elif _grouped_by(rows) is not grouped:
+        yield f"{op_of(node).name} takes rows that were grouped by another {op_of(grouped).name}"
 
 
 def _reduce_faults(node: fx.Node) -> Faults:
     rows, pairs, weights = operands(node)
     yield from _pair_faults(node, rows, pairs)
-    grouped = _result(pairs, "group_rows", 2)
-    if grouped is not None and not _belong(grouped.args[1], weights):
-        yield "reduce_rows weighs with other weights than those that came with the ids of its rows"
+    yield from _weight_faults(node, pairs, weights)
+
+
+def _reduced_faults(node: fx.Node) -> Faults:
+    rows, _, _, pairs, weights = operands(node)
+    yield from _grouped_faults(node)
+    yield from _pair_faults(node, rows, pairs)
+    yield from _weight_faults(node, pairs, weights)
+
+
+def _weight_faults(node: fx.Node, pairs: fx.Node, weights: fx.Node) -> Faults:
+    grouped = _grouping(pairs, "pairs")
+    if grouped is not None and not _belong(grouped.args[-1], weights):
+        yield f"{op_of(node).name} weighs with other weights than those that came with the ids of its rows"
 
 
 def _fan_in_faults(node: fx.Node) -> Faults:
@@ -148,6 +171,8 @@ RULES: dict[str, Callable[[fx.Node], Faults]] = {
     "group_rows": _group_faults,
     "grouped_linear": _grouped_faults,
     "grouped_gate_up": _grouped_faults,
+    "gathered_gate_up": _gathered_faults,
+    "reduced_linear": _reduced_faults,
     "cached_experts": _cached_faults,
     "return_rows": _return_faults,
     "reduce_rows": _reduce_faults,
@@ -172,6 +197,22 @@ def _result(value: object, name: str, index: int) -> fx.Node | None:
     if maker is None or op_of(maker).name != name or value is not results_of(maker)[index]:
         return None
     return maker
+
+
+def _grouping(value: object, what: str) -> fx.Node | None:
+    """The operation that sorted pairs by expert, of which a value is the `offsets` or the `pairs`."""
+    index = {"offsets": 0, "pairs": 1}[what]
+    return _result(value, "group_rows", index + 1) or _result(value, "group_pairs", index)
+
+
+def _grouped_by(rows: object) -> fx.Node | None:
+    """The operation that sorted these rows by expert, itself or by the pairs through which they are read."""
+    maker = _maker(rows)
+    while maker is not None and op_of(maker).name not in ("group_rows", "gathered_gate_up"):
+        maker = _maker(maker.args[0]) if maker.args else None
+    if maker is None or op_of(maker).name == "group_rows":
+        return maker
+    return _grouping(maker.args[2], "pairs")
 
 
 def _belong(ids: object, weights: object) -> bool:
@@ -204,9 +245,9 @@ def _start(value: object, name: str) -> fx.Node | None:
         if kind == "fan_in":
             ended = _result(maker.args[1], "fan_out", 2)
             value = ended.args[0] if ended is not None else None
-        elif kind in ("reduce_rows", "return_rows") and name != "group_rows":
-            grouped = _result(maker.args[1], "group_rows", 2)
-            value = grouped.args[0] if grouped is not None else None
+        elif kind in ("reduce_rows", "return_rows", "reduced_linear"):
+            grouped = _grouping(maker.args[3 if kind == "reduced_linear" else 1], "pairs")
+            value = grouped.args[-1] if grouped is not None else None  # ids, which came with the rows
         else:
             value = maker.args[0] if maker.args else None
     return maker

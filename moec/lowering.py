@@ -43,6 +43,7 @@ def lower(plan: Plan, phase: Phase, source: str) -> Program:
         capacity=phase.capacity,
         drop=phase.drop,
         overlap=phase.overlap,
+        sums=phase.sums,
         cache=_cache(plan),
         strategy=spec.placement,
     )

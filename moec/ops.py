@@ -4,8 +4,8 @@ One entry fixes name, attributes, number of results, shape rule, layout rule, si
 speaks of one mesh axis at a time: given how each argument lies on that axis it gives how the result lies, or refuses.
 The refusals are the compiler's type system: a `Partial` is never added to a `Replicate`, routed rows are never read as
 token rows. The operations themselves: `ops_dense` products and activations; `ops_attention` attention; `ops_moe`
-routing and experts; `ops_cache` experts that wait elsewhere; `ops_exchange` and `ops_pairs` what brings rows there and
-back; `ops_comm` what moves.
+routing and experts; `ops_fused` an expert's product joined with its neighbours; `ops_cache` experts that wait
+elsewhere; `ops_exchange` and `ops_pairs` what brings rows there and back; `ops_comm` what moves.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ DTYPES["row"] = ("bytes", *DTYPES["float"])
 DTYPES["any"] = ("bf16", "fp16", "fp32", "i64", "i32")
 #: Kernels of an operation that has one in C++ too.
 CPP = ("torch", "cpp")
+#: Of one that has a Triton kernel; in C++ as well.
+TRITON, ALL = ("torch", "triton"), ("torch", "cpp", "triton")
 #: Bytes of one element.
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "i64": 8, "i32": 4, "bytes": 1}
 

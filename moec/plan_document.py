@@ -76,6 +76,7 @@ def _phase(program: Program, exchanges: Mapping[tuple[str, int], Any], plan: Pla
         "overlap_asked": asked,
         "exchange": program.exchange if is_exchanging else "none",
         "combine": program.combine if is_exchanging else "none",
+        "sums": program.sums,
         "exchanges": exchanges.get((program.phase, program.stage)) if is_exchanging else None,
         "runs": [
             {"body": run.body, "layers": [run.layers.start, run.layers.stop - 1] if run.layers else None}

@@ -17,7 +17,8 @@ from moec.semantics_values import Values
 DTYPES = ("bf16", "fp16", "fp32")
 EXCHANGES = ("flat", "padded", "gather", "two_hop", "aggregate", "auto")
 COMBINES = ("ordered", "reduced", "auto")
-PHASE_SETTINGS = ("exchange", "combine", "capacity", "overlap")
+SUMS = ("fixed", "any")
+PHASE_SETTINGS = ("exchange", "combine", "capacity", "overlap", "sums")
 #: Most chunks of `overlap`: each costs two messages per peer and layer more.
 MOST_CHUNKS = 8
 DEFAULT_CONTEXT, DEFAULT_TOKENS, DEFAULT_BATCH = 4096, 4096, 8
@@ -102,24 +103,30 @@ def _phase(node: ast.Plan, kind: str, values: Values) -> Phase | None:
     fields = Fields(values, f"`{kind}`", span, [(i.name, i.value) for i in items], (key, *PHASE_SETTINGS))
     size = fields.whole(key, default)
     exchange = fields.choice("exchange", EXCHANGES, "flat")
-    combine = _combine(fields, exchange)
+    sums = fields.choice("sums", SUMS, "fixed")
+    combine = _combine(fields, exchange, sums)
     capacity = _capacity(fields, exchange)
     drop = _drop(items, values)
     overlap = _overlap(fields, exchange)
-    if not (overlap and size and exchange and combine):
+    if not (overlap and size and exchange and combine and sums):
         return None
-    return Phase(kind, size, exchange, span, combine, capacity, drop, overlap)
+    return Phase(kind, size, exchange, span, combine, capacity, drop, overlap, sums)
 
 
-def _combine(fields: Fields, exchange: str | None) -> str | None:
+def _combine(fields: Fields, exchange: str | None, sums: str | None) -> str | None:
     """How results come home. Only `flat` sends a row for each choice of a token home, to be summed there in order."""
-    default = "ordered" if exchange == "flat" else "auto" if exchange == "auto" else "reduced"
+    in_order = "reduced" if sums == "any" else "ordered"
+    default = in_order if exchange == "flat" else "auto" if exchange == "auto" else "reduced"
     combine = fields.choice("combine", COMBINES, default)
     if exchange == "auto" and combine not in (None, "auto"):
         _refuse_pair(fields, f"combine = {combine}", exchange, "both are chosen together: leave `combine` out")
     elif exchange not in (None, "flat", "auto") and combine == "ordered":
         help = "sums come back there: leave `combine` out, or use `exchange = flat`"
         _refuse_pair(fields, "combine = ordered", exchange, help)
+    elif sums == "any" and combine == "ordered":
+        also = [Label(fields.at("sums"), "because of this")]
+        message, help = "`combine = ordered` does not go with `sums = any`", "leave one of them out"
+        fields.problems.add("E0224", message, fields.key_at("combine"), help=help, also=also)
     return default if combine == "auto" and exchange != "flat" else combine
 
 

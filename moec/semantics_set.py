@@ -25,7 +25,7 @@ KINDS: dict[str, type[ast.Node]] = {
     "plan": ast.Plan,
 }
 #: Settings of a phase that may be given for both at once.
-BOTH_PHASES = ("exchange", "combine", "capacity", "overlap")
+BOTH_PHASES = ("exchange", "combine", "capacity", "overlap", "sums")
 PHASES = ("prefill", "decode")
 Target = ast.Constant | ast.Cluster | ast.Model | ast.Mesh | ast.Cache | ast.Plan
 #: Items of a block that stand under their own name.

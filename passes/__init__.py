@@ -5,6 +5,7 @@ from moec.passes.cache_experts import CacheExperts
 from moec.passes.choose_exchange import ChooseExchange
 from moec.passes.choose_kernels import ChooseKernels
 from moec.passes.chunk_tokens import ChunkTokens
+from moec.passes.fuse_experts import FuseExperts
 from moec.passes.fuse_gate_up import FuseGateUp
 from moec.passes.infer_shapes import InferShapes
 from moec.passes.insert_exchange import InsertExchange
@@ -31,6 +32,7 @@ PASSES: tuple[type[Pass], ...] = (
     InsertExchange,
     FuseGateUp,
     CacheExperts,
+    FuseExperts,
     PlacePrefetch,
     Schedule,
     PlanMemory,

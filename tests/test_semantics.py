@@ -229,6 +229,9 @@ def test_compute_follows_the_checkpoint_unless_given() -> None:
         ("exchange = aggregate  combine = auto", "reduced"),
         ("exchange = auto", "auto"),
         ("exchange = auto  combine = auto", "auto"),
+        ("sums = any", "reduced"),
+        ("exchange = gather  sums = any", "reduced"),
+        ("exchange = auto  sums = any", "auto"),
     ],
 )
 def test_combine_follows_the_exchange_unless_given(settings: str, combine: str) -> None:
@@ -564,6 +567,8 @@ FULL = MODEL + (
         (["plan.prefill.exchange=gather"], lambda p: (p.prefill.exchange, p.decode.exchange) == ("gather", "flat")),
         (["plan.exchange=two_hop"], lambda p: (p.prefill.exchange, p.decode.combine) == ("two_hop", "reduced")),
         (["plan.combine=reduced"], lambda p: (p.prefill.combine, p.decode.combine) == ("reduced", "reduced")),
+        (["plan.decode.sums=any"], lambda p: (p.prefill.sums, p.decode.sums) == ("fixed", "any")),
+        (["plan.sums=any"], lambda p: (p.prefill.sums, p.decode.sums) == ("any", "any")),
         (["plan.exchange=padded", "plan.capacity=2"], lambda p: (p.decode.capacity, p.decode.drop) == (2.0, False)),
         (
             ["plan.decode.exchange=padded", "plan.decode.capacity=2.0 drop"],
