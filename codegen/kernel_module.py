@@ -18,6 +18,10 @@ from typing import Any
 from moec.codegen.renderer import check_python
 from moec.diagnostics import fail
 
+#: Combine functions of the templates, by name, that the interpreter has a fast form of: it takes that where it sees
+#: the function of Triton's library, and calls any other in Python for every element.
+FAST_COMBINES = {"add": "_sum_combine", "larger": "_elementwise_max", "smaller": "_elementwise_min"}
+
 
 @functools.cache
 def load_kernel(source: str, name: str, interpret: bool) -> Any:
@@ -31,7 +35,10 @@ def load_kernel(source: str, name: str, interpret: bool) -> Any:
     knobs = _triton().knobs
     with knobs.runtime.scope():
         knobs.runtime.interpret = interpret
-        return getattr(_import_text(source, name, interpret), name)
+        module = _import_text(source, name, interpret)
+    if interpret:
+        _use_fast_combines(module)
+    return getattr(module, name)
 
 
 def _triton() -> Any:
@@ -42,6 +49,15 @@ def _triton() -> Any:
             "E0520", f"Triton cannot be imported: {error}", "install triton, or use `--kernels torch`"
         ) from error
     return triton
+
+
+def _use_fast_combines(module: ModuleType) -> None:
+    """Put the functions that the interpreter knows in the place of the module's own, which do the same."""
+    from triton.language import standard
+
+    for name, known in FAST_COMBINES.items():
+        if hasattr(module, name):
+            setattr(module, name, getattr(standard, known, getattr(module, name)))
 
 
 class _TextLoader(importlib.abc.InspectLoader):

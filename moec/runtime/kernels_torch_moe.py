@@ -81,12 +81,16 @@ def _mask_groups(scores_SE: Tensor, groups: int, keep: int, best: int) -> Tensor
 def _check_scores(ctx: Context, scores_SE: Tensor, table: str) -> None:
     bad_S = scores_SE.isnan().any(dim=-1)
     if bad_S.any():
-        row = int(bad_S.nonzero()[0, 0])
-        raise fail(
-            "E0506",
-            f"layer {ctx.layer}: the router of `{table}` has scores that are not numbers, first for row {row}",
-            "an earlier layer overflowed or the weights are damaged: try `--dtype fp32`, then check the checkpoint",
-        )
+        raise scores_fault(ctx, table, int(bad_S.nonzero()[0, 0]))
+
+
+def scores_fault(ctx: Context, table: str, row: int) -> MoecError:
+    """The error for a row whose scores are NaN."""
+    return fail(
+        "E0506",
+        f"layer {ctx.layer}: the router of `{table}` has scores that are not numbers, first for row {row}",
+        "an earlier layer overflowed or the weights are damaged: try `--dtype fp32`, then check the checkpoint",
+    )
 
 
 def grouped_linear(ctx: Context, rows_RK: Tensor, offsets_M: Tensor, w_MNK: Tensor) -> Tensor:

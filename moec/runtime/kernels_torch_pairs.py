@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moec.diagnostics import MoecError, fail
 from moec.runtime.context import Context
+from moec.runtime.device_flags import is_captured
 from moec.runtime.kernels_torch_moe import BUG
 
 
@@ -120,12 +121,17 @@ def look_up(
     lowest: int = -1,
 ) -> Tensor:
     """`make(ctx, table, *key[1:])` gives a number per expert and, last, one for no expert; the numbers of `ids`."""
-    num_experts = ctx.placements[table].num_experts
-    outside = (ids_Nk < lowest) | (ids_Nk >= num_experts)
-    if outside.any():
-        wrong = int(ids_Nk[outside][0])
-        raise fail("E0507", f"layer {ctx.layer}: expert {wrong} of `{table}` does not exist, it has {num_experts}", BUG)
+    if not is_captured(ids_Nk):  # what a graph routes is held against the experts by the kernels that route in it
+        outside = (ids_Nk < lowest) | (ids_Nk >= ctx.placements[table].num_experts)
+        if outside.any():
+            raise expert_fault(ctx, table, int(ids_Nk[outside][0]))
     return numbers(ctx, ids_Nk.device, table, key, make)[ids_Nk]  # id -1 is the last number
+
+
+def expert_fault(ctx: Context, table: str, expert: int) -> MoecError:
+    """The error for an id that is no expert."""
+    num_experts = ctx.placements[table].num_experts
+    return fail("E0507", f"layer {ctx.layer}: expert {expert} of `{table}` does not exist, it has {num_experts}", BUG)
 
 
 def numbers(
