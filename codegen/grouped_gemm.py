@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from moec.codegen.offline import Launch, Report, Signature, compile_kernel
 from moec.codegen.renderer import Comment, render
 from moec.codegen.targets import Dtype, Target, find_target
-from moec.codegen.tiles import Form, Tile, count_tiles
-
+from moec.codegen.tiles import Form, Tile, count_tiles, default_blocking, descriptor_depth
+from moec.diagnostics import fail
 
 #: Row tiles that pass over all columns together: 16 x 128 rows and the columns in flight stay in the L2 cache.
 BAND = 16
@@ -44,9 +44,9 @@ class RowSource(enum.Enum):
 
 
 class Store(enum.Enum):
-    """Results of sorted position p as they are; times `pair_weights[pairs[p]]`; or that added to `out[pairs[p] // top]`.
+    """Result p as it is; times `pair_weights[pairs[p]]`; or that added to row `pairs[p] // top` of `out`.
 
-    Adding is atomic, into fp32, in no fixed order.
+    Added atomically, in fp32, in no fixed order.
     """
 
     PLAIN = "plain"
@@ -183,8 +183,11 @@ class GroupedGemm:
 
     @property
     def name(self) -> str:
-        """File and report name: `gate_up_d2048_i768_m128_bf16_t128`."""
-        raise NotImplementedError
+        """File and report name: `gate_up_d2048_i768_m128_bf16_t128`; `gathered_` or `weighted_` where it does that."""
+        variant = "" if self.rows is RowSource.SORTED else "gathered_"
+        variant += "" if self.store is Store.PLAIN else f"{self.store.value}_"
+        kind = self.dtype.value if self.weights is Weights.PLAIN else f"{self.dtype.value}_{self.weights.value}"
+        return f"{variant}{self.op.value}_d{self.hidden}_i{self.inner}_m{self.experts}_{kind}_t{self.tiles[0].m}"
 
     def num_tiles(self, counts: Iterable[int]) -> tuple[int, ...]:
         """Row tiles of each of `tiles` that the rows of all experts are cut into, as on the device.
@@ -221,7 +224,19 @@ def specialise(
     `rows_per_expert` is what an expert is expected to receive in a step. Raises E0522 for dimensions that the kernel
     cannot index and E0523 where no tile fits the target's shared memory.
     """
-    raise NotImplementedError
+    if min(hidden, inner, experts, top) < 1 or hidden * inner >= 2**31:
+        raise fail(
+            "E0522",
+            f"a grouped {op.value} kernel cannot serve {experts} experts of hidden {hidden} and inner {inner}",
+            "each must be at least 1 and hidden * inner below 2^31",
+        )
+    depth, width, sides = (hidden, inner, 2) if op is Projection.GATE_UP else (inner, hidden, 1)
+    form = Form.TMA if target.has_tma and descriptor_depth(depth, dtype) else Form.POINTER
+    blocking = default_blocking(depth, width, sides, dtype, target, form, rows_per_expert)
+    return GroupedGemm(
+        op, hidden, inner, experts, top, dtype, weights, rows, store, form,
+        blocking.tiles, blocking.warps, blocking.programs, Comment(target.name), Comment(blocking.reason),
+    )  # fmt: skip
 
 
 def render_grouped_gemm(values: GroupedGemm, comments: Iterable[Comment] = ()) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from moec.codegen.devices import device_for
 from moec.codegen.targets import Dtype, Target
+from moec.diagnostics import fail
 
 #: Triton's smallest side of a matrix product.
 MIN_SIDE = 16
@@ -68,3 +70,105 @@ def count_tiles(rows: Iterable[int], sizes: Sequence[int]) -> tuple[int, ...]:
     for count in rows:
         totals = [total + tiles for total, tiles in zip(totals, cut_rows(count, sizes), strict=True)]
     return tuple(totals)
+
+
+@dataclass(frozen=True)
+class Blocking:
+    """Tiles of a kernel, its warps, and how many programs keep a device busy. `reason`: why it is a smaller one."""
+
+    tiles: tuple[Tile, ...]
+    warps: int
+    programs: int
+    reason: str = ""
+
+    def __str__(self) -> str:
+        """`128+64+32+16 x 256 x 128, 2 stages, 8 warps`."""
+        largest, rows = self.tiles[0], "+".join(str(tile.m) for tile in self.tiles)
+        return f"{rows} x {largest.n} x {largest.k}, {largest.stages} stages, {self.warps} warps"
+
+
+def default_blocking(
+    depth: int, width: int, sides: int, dtype: Dtype, target: Target, form: Form, rows_per_expert: int
+) -> Blocking:
+    """What a kernel uses where nothing was measured: large tiles for prompts, thin ones that stream weights for decode.
+
+    The largest that was wanted or the nearest smaller one whose shared memory fits: fewer stages, then less depth,
+    columns and rows. Raises E0523 where not even the smallest does.
+    """
+    tiles, warps = _wanted(sides, dtype, target, form, rows_per_expert)
+    k = min(tiles[0].k, _power_of_two(depth))
+    if form is Form.TMA:
+        k = descriptor_depth(depth, dtype, tiles[0].k)
+    n = min(tiles[0].n, _power_of_two(width))
+    stages = min(4, tiles[0].stages * max(1, tiles[0].k // k))
+    wanted = tuple(replace(tile, n=n, k=k, stages=stages) for tile in tiles)
+    tiles, needed = wanted, _shared_bytes(wanted, sides, dtype, target)
+    while _shared_bytes(tiles, sides, dtype, target) > target.shared_limit:
+        tiles = _smaller(tiles, sides, dtype, target)
+    device = device_for(target)
+    programs = device.num_sms * max(1, min(2, device.shared // (_shared_bytes(tiles, sides, dtype, target) + 1024)))
+    chosen = Blocking(tiles, warps, programs)
+    if tiles == wanted:
+        return chosen
+    limit, large = target.shared_limit, Blocking(wanted, warps, programs)
+    return replace(
+        chosen, reason=f"{chosen} instead of {large}, which needs {needed} of {limit} bytes of shared memory"
+    )
+
+
+def descriptor_depth(depth: int, dtype: Dtype, largest: int = 128) -> int:
+    """The largest step up to `largest` that descriptors may take along `depth`, or 0.
+
+    Whole steps only: partial ones have been mis-compiled in descriptor loads (triton-lang/triton#10927). Lines begin
+    at multiples of 16 bytes.
+    """
+    if depth * dtype.num_bytes % 16:
+        return 0
+    return next((k for k in (largest, largest // 2, largest // 4) if depth % k == 0), 0)
+
+
+def _wanted(sides: int, dtype: Dtype, target: Target, form: Form, rows_per_expert: int) -> tuple[tuple[Tile, ...], int]:
+    """Tiles and warps, by experiment with the offline compiler: no spills, fewest instructions a product."""
+    if dtype is Dtype.FP32:  # in plain fp32, without tensor cores
+        return _tiles(64 // sides, 32, 2, (64, 16), ()), 4
+    if target.has_tma and form is Form.TMA:
+        if rows_per_expert <= 8:
+            return _tiles(128 // sides, 128, 3, (), (16,)), 4
+        if rows_per_expert <= 96:
+            return _tiles(128 // sides, 128, 2, (), (64, 32, 16)), 4
+        wide, stages = (256, 2) if target.name == "cuda:90" else (128, 3)
+        return _tiles(wide // sides, 128, stages, (128,), (64, 32, 16)), 8
+    stages = 2 if target.backend == "hip" else 3
+    if rows_per_expert <= 96:
+        return _tiles(128 // sides, 64, stages, (), (64, 32, 16)), 4
+    return _tiles(128 // sides, 64, stages, (128,), (64, 32, 16)), 8
+
+
+def _tiles(n: int, k: int, stages: int, wide: Sequence[int], swapped: Sequence[int]) -> tuple[Tile, ...]:
+    return tuple(Tile(m, n, k, m in swapped, stages) for m in (*wide, *swapped))
+
+
+def _shared_bytes(tiles: Sequence[Tile], sides: int, dtype: Dtype, target: Target) -> int:
+    return max(tile.shared_bytes(sides, dtype, target) for tile in tiles)
+
+
+def _smaller(tiles: tuple[Tile, ...], sides: int, dtype: Dtype, target: Target) -> tuple[Tile, ...]:
+    first = tiles[0]
+    if first.stages > 2:
+        return tuple(replace(tile, stages=tile.stages - 1) for tile in tiles)
+    if first.k > 32:
+        return tuple(replace(tile, k=tile.k // 2) for tile in tiles)
+    if first.n > 32:
+        return tuple(replace(tile, n=tile.n // 2) for tile in tiles)
+    if len(tiles) > 1:
+        return tiles[1:]
+    raise fail(
+        "E0523",
+        f"no tile fits the {target.shared_limit} bytes of shared memory of {target.name}",
+        f"the smallest, {first}, needs {first.shared_bytes(sides, dtype, target)}",
+    )
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest power of two that holds `size` and that a matrix product takes."""
+    return max(MIN_SIDE, 1 << (size - 1).bit_length())
