@@ -13,8 +13,7 @@ from torch import Tensor
 
 from moec.codegen import kernel_module
 from moec.codegen.kernel_route import Score, specialise_route
-from moec.diagnostics import MoecError, fail
-from moec.runtime import device_flags, kernels_torch_moe, kernels_triton_route
+from moec.runtime import kernels_torch_moe, kernels_triton_route
 from moec.runtime.context import Context
 from moec.runtime.kernels_triton_route import route
 from tests.contexts import context
@@ -178,52 +177,6 @@ def test_infinite_logits_that_leave_numbers() -> None:
     assert ids.tolist() == [[1, 3, 0]] and weights.tolist() == [[0.5, 0.5, 0.0]]
 
 
-@pytest.mark.parametrize("bad", [[0.0, NAN, 0.0, 0.0], [NAN] * 4, [INF, 0.0, 0.0, 0.0], [-INF] * 4])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_a_bad_row_is_named_and_its_ids_are_experts(
-    bad: list[float], groups: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As torch's kernel says it; while a graph is captured the flag waits, then is raised once."""
-    logits = torch.zeros(70, 4)
-    logits[[5, 69]] = torch.tensor(bad)
-    bias = torch.zeros(4)
-    with pytest.raises(MoecError) as error:
-        choose(logits, bias, groups=groups, keep=1)
-    assert error.value.diagnostics[0].code == "E0506" and error.value.exit_code == 6
-    with pytest.raises(MoecError) as torchs:
-        kernels_torch_moe.route(
-            context(), logits, bias, score="softmax", top=2, groups=groups, keep=1, renormalize=True, scale=1.0,
-            table="routed",
-        )  # fmt: skip
-    assert str(error.value) == str(torchs.value) and "layer 3" in str(error.value) and "row 5" in str(error.value)
-
-    monkeypatch.setattr(kernels_triton_route, "is_captured", lambda _: True)
-    ctx = context()
-    ids, _ = choose(logits, bias, ctx, groups=groups, keep=1)
-    assert ids.min() >= 0 and ids.max() < 4 and (ids[:, 0] != ids[:, 1]).all()
-    with pytest.raises(MoecError, match="row 5"):
-        device_flags.raise_faults(ctx)
-    choose(logits[:5], bias, ctx)
-    device_flags.raise_faults(ctx)
-
-
-def test_a_bias_that_is_no_number_is_refused() -> None:
-    with pytest.raises(MoecError, match="row 0"):
-        choose(torch.zeros(2, 4), torch.tensor([0.0, NAN, 0.0, 0.0]), score="sigmoid")
-
-
-def test_flags_are_found_whatever_their_number() -> None:
-    """More layers than one block of flags holds; the first that is lowered is raised, and all are reset."""
-    flags = device_flags.Flags(torch.device("cpu"))
-    made = [flags.flag(n, lambda row, n=n: fail("E0506", f"layer {n}, row {row}")) for n in range(300)]
-    made[299].fill_(0)
-    made[270].fill_(8)
-    assert len(flags.blocks) == 2 and flags.flag(299, flags.faults[299]).data_ptr() == made[299].data_ptr()
-    with pytest.raises(MoecError, match="layer 270, row 8"):
-        flags.raise_lowered()
-    flags.raise_lowered()
-
-
 @pytest.mark.parametrize("rows", [0, 65_537])
 def test_b39_any_number_of_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rows launch nothing (B36); more rows than a grid's second axis holds are all served."""
@@ -260,19 +213,3 @@ def test_the_templates_own_combine_functions_do_what_the_interpreters_do(monkeyp
     kernel_module.load_kernel.cache_clear()
     assert torch.equal(fast[0], slow[0])
     torch.testing.assert_close(fast[1], slow[1])
-
-
-@pytest.mark.parametrize(
-    ("logits", "bias", "name"),
-    [
-        (torch.zeros(4), None, "the logits"),
-        (torch.zeros(2, 4, dtype=torch.bfloat16), None, "the logits"),
-        (torch.zeros(2, 4), torch.zeros(3), "the bias"),
-        (torch.zeros(2, 4), torch.zeros(4, dtype=torch.float64), "the bias"),
-        (torch.zeros(2, 4), torch.zeros(8)[::2], "the bias"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_named(logits: Tensor, bias: Tensor | None, name: str) -> None:
-    with pytest.raises(MoecError) as error:
-        choose(logits, bias)
-    assert error.value.diagnostics[0].code == "E0526" and name in str(error.value)

@@ -5,18 +5,13 @@ Shapes: R rows, k choices, X pairs, M experts held, D hidden. The numbers B07 ..
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from moec.diagnostics import MoecError
 from moec.placement import Placement, linear
-from moec.runtime import device_flags, kernels_torch_pairs, kernels_triton_rows
-from moec.runtime.context import Context
+from moec.runtime import kernels_torch_pairs, kernels_triton_rows
 from moec.runtime.kernels_triton_rows import (
-    combine,
     group_rows,
     invert_pairs,
     reduce_rows,
@@ -217,53 +212,3 @@ def test_b36_no_rows_and_no_experts_launch_nothing(monkeypatch: pytest.MonkeyPat
         assert rows_XD.shape == (0, 16) and ends_M.shape == (0,) and pairs_X.shape == (0,)
     empty = torch.empty(0, dtype=torch.int64)
     assert reduce_rows(ctx, torch.empty(0, 16), empty, torch.empty(0, 2), table="routed").shape == (0, 16)
-
-
-@pytest.mark.parametrize(("wrong", "pair"), [(8, 7), (-2, 300), (2**31, 0), (-(2**32), 1)])
-def test_an_id_that_is_no_expert_is_refused(wrong: int, pair: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """B07: an error as torch's kernel gives it, at once or after a captured graph; never a read out of bounds."""
-    ids_Rk = torch.zeros(200, 2, dtype=torch.int64)
-    ids_Rk.view(-1)[[pair, 399]] = torch.tensor([wrong, 9])
-    ctx = context()
-    errors = []
-    for kernels in (kernels_triton_rows, kernels_torch_pairs):
-        with pytest.raises(MoecError) as error:
-            kernels.group_rows(ctx, torch.zeros(200, 4), ids_Rk, table="routed")
-        errors.append(error.value)
-    assert errors[0].diagnostics == errors[1].diagnostics
-    assert errors[0].diagnostics[0].code == "E0507" and f"expert {wrong} " in str(errors[0])
-
-    monkeypatch.setattr(kernels_triton_rows, "is_captured", lambda _: True)
-    small_chunks(monkeypatch)
-    _, ends_M, _ = group_rows(ctx, torch.zeros(200, 4), ids_Rk, table="routed")
-    assert ends_M.tolist() == [398] * 8
-    with pytest.raises(MoecError, match=f"expert {wrong} "):
-        device_flags.raise_faults(ctx)
-    device_flags.raise_faults(ctx)
-
-
-ROWS, IDS = torch.ones(3, 4), torch.zeros(3, 2, dtype=torch.int64)
-PLACES = torch.zeros(3, 2, dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("call", "code", "says"),
-    [
-        (lambda ctx: sort_pairs(ctx, ROWS.double(), IDS, table="routed"), "E0526", "the rows"),
-        (lambda ctx: sort_pairs(ctx, ROWS[:2], IDS, table="routed"), "E0526", "the rows"),
-        (lambda ctx: sort_pairs(ctx, ROWS, IDS.int(), table="routed"), "E0526", "the ids"),
-        (lambda ctx: sort_pairs(ctx, ROWS, IDS[0], table="routed"), "E0526", "the ids"),
-        (lambda ctx: sum_rows(ROWS[0], PLACES), "E0526", "the rows"),
-        (lambda ctx: sum_rows(ROWS, IDS), "E0526", "the places"),
-        (lambda ctx: sum_rows(ROWS, PLACES, torch.ones(3, 3)), "E0526", "the weights"),
-        (lambda ctx: sum_rows(ROWS, PLACES, torch.ones(3, 2).bfloat16()), "E0526", "the weights"),
-        (lambda ctx: invert_pairs(PLACES.flatten(), (3, 2)), "E0526", "the pairs"),
-        (lambda ctx: reduce_rows(ctx, ROWS, IDS.flatten(), PLACES.float(), table="routed"), "E0508", "for 6 pairs"),
-        (lambda ctx: combine(ctx, ROWS, IDS[:, 0], PLACES.float(), table="routed"), "E0508", "for 6 pairs"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_named(call: Any, code: str, says: str) -> None:
-    ctx: Context = context()
-    with pytest.raises(MoecError) as error:
-        call(ctx)
-    assert error.value.diagnostics[0].code == code and says in str(error.value)
