@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from moec.codegen.offline import Launch, Report, Signature, compile_kernel
 from moec.codegen.renderer import Comment, render
 from moec.codegen.targets import Dtype, Target, find_target
-from moec.codegen.tiles import Form, Tile, count_tiles, default_blocking, descriptor_depth
+from moec.codegen.tiles import MANY_ROWS, Form, Tile, count_tiles, default_blocking, descriptor_depth
 from moec.diagnostics import fail
 
 #: Row tiles that pass over all columns together: 16 x 128 rows and the columns in flight stay in the L2 cache.
@@ -25,6 +25,11 @@ class Projection(enum.Enum):
 
     GATE_UP = "gate_up"
     DOWN = "down"
+
+    @property
+    def sides(self) -> int:
+        """Products that a column of the result is made of: gate and up, or one."""
+        return 2 if self is Projection.GATE_UP else 1
 
 
 class Weights(enum.Enum):
@@ -89,8 +94,7 @@ class GroupedGemm:
 
     @property
     def sides(self) -> int:
-        """Products that a column of the result is made of: gate and up, or one."""
-        return 2 if self.op is Projection.GATE_UP else 1
+        return self.op.sides
 
     @property
     def stages(self) -> int:
@@ -132,8 +136,9 @@ class GroupedGemm:
 
     @property
     def has_row_box(self) -> bool:
-        """Whether the wide body loads rows by descriptor; those of swapped bodies are few and loaded by pointers."""
-        return self.form is Form.TMA and self.rows is RowSource.SORTED and self.has_wide
+        """Whether the one wide body loads rows by descriptor; those of other bodies are few and loaded by pointers."""
+        num_wide = sum(not tile.swapped for tile in self.tiles)
+        return self.form is Form.TMA and self.rows is RowSource.SORTED and num_wide == 1
 
     @property
     def has_weight_pairs(self) -> bool:
@@ -196,6 +201,10 @@ class GroupedGemm:
         """
         return count_tiles(counts, [tile.m for tile in self.tiles])
 
+    def most_tiles(self, num_rows: int) -> int:
+        """Tiles that `num_rows` rows are cut into at most, column tiles included."""
+        return (num_rows // self.tiles[-1].m + self.experts) * self.num_columns if num_rows else 0
+
     def padded_rows(self, counts: Iterable[int]) -> int:
         """Rows that are computed, with those that pad the tiles."""
         return sum(number * tile.m for number, tile in zip(self.num_tiles(counts), self.tiles, strict=True))
@@ -217,9 +226,10 @@ def specialise(
     weights: Weights = Weights.PLAIN,
     rows: RowSource = RowSource.SORTED,
     store: Store = Store.PLAIN,
-    rows_per_expert: int = 128,
+    rows_per_expert: int = MANY_ROWS,
+    form: Form | None = None,
 ) -> GroupedGemm:
-    """The default choice of form, tiles, warps and programs for `experts` experts held.
+    """The default choice of tiles, warps and programs for `experts` experts held, and of the form unless it is given.
 
     `rows_per_expert` is what an expert is expected to receive in a step. Raises E0522 for dimensions that the kernel
     cannot index and E0523 where no tile fits the target's shared memory.
@@ -231,7 +241,8 @@ def specialise(
             "each must be at least 1 and hidden * inner below 2^31",
         )
     depth, width, sides = (hidden, inner, 2) if op is Projection.GATE_UP else (inner, hidden, 1)
-    form = Form.TMA if target.has_tma and descriptor_depth(depth, dtype) else Form.POINTER
+    if form is None:
+        form = Form.TMA if target.has_tma and descriptor_depth(depth, dtype) else Form.POINTER
     blocking = default_blocking(depth, width, sides, dtype, target, form, rows_per_expert)
     return GroupedGemm(
         op, hidden, inner, experts, top, dtype, weights, rows, store, form,

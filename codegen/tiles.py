@@ -17,6 +17,8 @@ from moec.diagnostics import fail
 
 #: Triton's smallest side of a matrix product.
 MIN_SIDE = 16
+#: Rows an expert is expected to have, up to which the tiles are those of decode and those of short prompts; and above.
+FEW_ROWS, SOME_ROWS, MANY_ROWS = 8, 96, 128
 
 
 class Form(enum.Enum):
@@ -70,6 +72,11 @@ def count_tiles(rows: Iterable[int], sizes: Sequence[int]) -> tuple[int, ...]:
     for count in rows:
         totals = [total + tiles for total, tiles in zip(totals, cut_rows(count, sizes), strict=True)]
     return tuple(totals)
+
+
+def size_class(rows_per_expert: int) -> int:
+    """The largest number of rows an expert with the same default tiles: few kernels serve all sizes of steps."""
+    return next((size for size in (FEW_ROWS, SOME_ROWS) if rows_per_expert <= size), MANY_ROWS)
 
 
 @dataclass(frozen=True)
@@ -132,14 +139,14 @@ def _wanted(sides: int, dtype: Dtype, target: Target, form: Form, rows_per_exper
     if dtype is Dtype.FP32:  # in plain fp32, without tensor cores
         return _tiles(64 // sides, 32, 2, (64, 16), ()), 4
     if target.has_tma and form is Form.TMA:
-        if rows_per_expert <= 8:
+        if rows_per_expert <= FEW_ROWS:
             return _tiles(128 // sides, 128, 3, (), (16,)), 4
-        if rows_per_expert <= 96:
+        if rows_per_expert <= SOME_ROWS:
             return _tiles(128 // sides, 128, 2, (), (64, 32, 16)), 4
         wide, stages = (256, 2) if target.name == "cuda:90" else (128, 3)
         return _tiles(wide // sides, 128, stages, (128,), (64, 32, 16)), 8
     stages = 2 if target.backend == "hip" else 3
-    if rows_per_expert <= 96:
+    if rows_per_expert <= SOME_ROWS:
         return _tiles(128 // sides, 64, stages, (), (64, 32, 16)), 4
     return _tiles(128 // sides, 64, stages, (128,), (64, 32, 16)), 8
 

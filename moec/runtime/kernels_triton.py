@@ -3,7 +3,8 @@
 A call looks at its tensors' shapes, dtype and device, specialises the template, and launches the kernel: compiled on a
 GPU, in Triton's interpreter on the CPU (slow, for tests: the text that runs is the text a GPU would compile).
 
-Shapes: R rows, M experts held, D hidden, I inner.
+Shapes: R rows at their experts, X room for them, T tokens, M experts held, D hidden, I inner, K summed, N columns of
+the result, S sides (2 of gate and up, else 1), L = S N lines of weights.
 """
 
 from __future__ import annotations
@@ -16,10 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moec.codegen.grouped_gemm import (
+    GroupedGemm,
+    Projection,
+    RowSource,
+    Store,
+    render_grouped_gemm,
+    specialise,
+)
 from moec.codegen.kernel_module import load_kernel
-from moec.codegen.kernels import Form, GateUp, render_gate_up, row_tile, specialise_gate_up
 from moec.codegen.offline import FP_FUSION
 from moec.codegen.targets import TARGETS, Dtype, Target
+from moec.codegen.tiles import Form, size_class
 from moec.diagnostics import fail
 
 DTYPES = {torch.float32: Dtype.FP32, torch.float16: Dtype.FP16, torch.bfloat16: Dtype.BF16}
@@ -27,6 +36,8 @@ DTYPES = {torch.float32: Dtype.FP32, torch.float16: Dtype.FP16, torch.bfloat16: 
 INTERPRETED_TARGET = TARGETS["cuda:90"]
 #: Bytes a tensor descriptor's base must be a multiple of.
 TMA_ALIGNMENT = 16
+#: Programs in the interpreter, where they run one after the other: two, so that tiles are shared out.
+INTERPRETED_PROGRAMS = 2
 
 LOG = logging.getLogger("moec")
 
@@ -38,55 +49,113 @@ def grouped_gate_up(ctx: object, rows_RD: Tensor, offsets_M: Tensor, w_MGD: Tens
     G = 2 I, each expert's I rows of gate, then its I rows of up. Rows after the last end give zeros. Raises
     `MoecError` E0525 for tensors that do not fit together and E0520 without Triton.
     """
-    rows_RD = rows_RD.contiguous()
-    _check_fit(rows_RD, offsets_M, w_MGD)
-    num_rows, hidden = rows_RD.shape
-    experts, inner = w_MGD.shape[0], w_MGD.shape[1] // 2
-    out_RI = torch.empty((num_rows, inner), dtype=rows_RD.dtype, device=rows_RD.device)
+    return _product(Projection.GATE_UP, rows_RD, offsets_M, w_MGD)
+
+
+def grouped_linear(ctx: object, rows_RK: Tensor, offsets_M: Tensor, w_MNK: Tensor) -> Tensor:
+    """rows @ w[m].T for the rows of each expert m: [R, N]. Rows, ends, zeros and errors as in `grouped_gate_up`."""
+    return _product(Projection.DOWN, rows_RK, offsets_M, w_MNK)
+
+
+def _product(op: Projection, rows_RK: Tensor, offsets_M: Tensor, w_MLK: Tensor) -> Tensor:
+    rows_RK = rows_RK.contiguous()
+    _check_fit(op, rows_RK, offsets_M, w_MLK)
+    num_rows, experts = rows_RK.shape[0], w_MLK.shape[0]
+    out_RN = rows_RK.new_empty((num_rows, w_MLK.shape[1] // op.sides))
     if num_rows and not experts:
-        return out_RI.zero_()
+        return out_RN.zero_()
     if num_rows:
-        target = _target(rows_RD.device)
-        values = _specialise(hidden, inner, experts, DTYPES[rows_RD.dtype], target, row_tile(-(-num_rows // experts)))
-        if rows_RD.data_ptr() % TMA_ALIGNMENT or w_MGD.data_ptr() % TMA_ALIGNMENT:
-            values = replace(values, form=Form.POINTER)
-        launch_gate_up(values, rows_RD, offsets_M, w_MGD, out_RI)
-    return out_RI
+        values = specialise_for(op, rows_RK, w_MLK, num_rows)
+        launch_grouped_gemm(values, rows_RK, offsets_M, w_MLK, out_RN)
+    return out_RN
 
 
-def launch_gate_up(values: GateUp, rows_RD: Tensor, offsets_M: Tensor, w_MGD: Tensor, out_RI: Tensor) -> None:
-    """Launch one specialised kernel into `out_RI`; the tensors fit together and hold at least one row."""
-    is_interpreted = rows_RD.device.type == "cpu"
-    kernel = _kernel(values, is_interpreted)
-    rows: Any = rows_RD
-    w: Any = w_MGD
-    if values.form is Form.TMA:
-        from triton.tools.tensor_descriptor import TensorDescriptor
+def specialise_for(
+    op: Projection,
+    rows_RK: Tensor,
+    w_MLK: Tensor,
+    num_rows: int,
+    *,
+    top: int = 1,
+    rows: RowSource = RowSource.SORTED,
+    store: Store = Store.PLAIN,
+) -> GroupedGemm:
+    """The default kernel for these tensors and about `num_rows` rows at their experts, whose number may be 0."""
+    experts, depth = w_MLK.shape[0], w_MLK.shape[2]
+    width = w_MLK.shape[1] // op.sides
+    hidden, inner = (depth, width) if op is Projection.GATE_UP else (width, depth)
+    is_aligned = all(tensor.data_ptr() % TMA_ALIGNMENT == 0 for tensor in (rows_RK, w_MLK))
+    rows_per_expert = size_class(-(-num_rows // experts))
+    dtype, target = DTYPES[rows_RK.dtype], _target(rows_RK.device)
+    form = None if is_aligned else Form.POINTER
+    return _specialise(op, hidden, inner, experts, dtype, target, top, rows, store, rows_per_expert, form)
 
-        tile = values.tile
-        rows = TensorDescriptor.from_tensor(rows_RD, [tile.m, tile.k])
-        w = TensorDescriptor.from_tensor(w_MGD.flatten(0, 1), [tile.n, tile.k])
-    kernel[(values.num_programs(rows_RD.shape[0]),)](
-        rows,
-        offsets_M,
-        w,
-        out_RI,
-        rows_RD.shape[0],
+
+def launch_grouped_gemm(
+    values: GroupedGemm,
+    rows: Tensor,
+    offsets_M: Tensor,
+    w_MLK: Tensor,
+    out: Tensor,
+    pairs_X: Tensor | None = None,
+    pair_weights: Tensor | None = None,
+) -> None:
+    """Launch one specialised kernel into `out`; the tensors fit together and hold at least one row.
+
+    Allocates nothing and waits for nothing, so a graph can capture it. `pairs_X` (int64) are the pairs of the sorted
+    rows, which number as many; an accumulating kernel adds to `out` [T, N] in fp32, which the caller has cleared.
+    """
+    is_interpreted = out.device.type == "cpu"
+    num_rows = rows.shape[0] if pairs_X is None else pairs_X.numel()
+    given = {
+        "rows": rows,
+        "offsets": offsets_M,
+        "pairs": pairs_X,
+        "pair_weights": pair_weights,
+        "w": w_MLK,
+        "out": out,
+        "num_rows": num_rows,
+    } | _descriptors(values, rows, w_MLK)
+    programs = min(values.most_tiles(num_rows), INTERPRETED_PROGRAMS if is_interpreted else values.programs)
+    _kernel(values, is_interpreted)[(programs,)](
+        *(given[name] for name in values.arguments),
         INTERPRET=is_interpreted,
-        num_warps=values.tile.warps,
-        num_stages=values.tile.stages,
+        num_warps=values.warps,
+        num_stages=values.stages,
         enable_fp_fusion=FP_FUSION,
     )
 
 
-@functools.cache
-def _kernel(values: GateUp, is_interpreted: bool) -> Any:
-    return load_kernel(render_gate_up(values), "grouped_gate_up", is_interpreted)
+def _descriptors(values: GroupedGemm, rows: Tensor, w_MLK: Tensor) -> dict[str, Any]:
+    """The kernel's tensor descriptors, by argument: see the shapes in the rendered kernel."""
+    if values.form is not Form.TMA:
+        return {}
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    tile, found = values.tiles[0], {}
+    w_MSNK = w_MLK.view(values.experts, values.sides, values.width, values.depth)
+    found["w"] = TensorDescriptor.from_tensor(w_MSNK.flatten(0, 1), [1, tile.n, tile.k])
+    if values.has_weight_pairs:
+        found["w_pair"] = TensorDescriptor.from_tensor(w_MSNK.transpose(1, 2), [1, tile.n, 2, tile.k])
+    if values.has_row_box:
+        found["row_box"] = TensorDescriptor.from_tensor(rows, [tile.m, tile.k])
+    return found
 
 
 @functools.cache
-def _specialise(hidden: int, inner: int, experts: int, dtype: Dtype, target: Target, rows_per_expert: int) -> GateUp:
-    values = specialise_gate_up(hidden, inner, experts, dtype, target, rows_per_expert)
+def _kernel(values: GroupedGemm, is_interpreted: bool) -> Any:
+    return load_kernel(render_grouped_gemm(values), "grouped_gemm", is_interpreted)
+
+
+@functools.cache
+def _specialise(
+    op: Projection, hidden: int, inner: int, experts: int, dtype: Dtype, target: Target, top: int, rows: RowSource,
+    store: Store, rows_per_expert: int, form: Form | None,
+) -> GroupedGemm:  # fmt: skip
+    values = specialise(
+        op, hidden, inner, experts, dtype, target, top=top, rows=rows, store=store, rows_per_expert=rows_per_expert,
+        form=form,
+    )  # fmt: skip
     if values.fallback.text:
         LOG.warning("%s: %s", values.name, values.fallback)
     return values
@@ -104,28 +173,30 @@ def _target(device: torch.device) -> Target:
     return replace(TARGETS[near], shared_limit=properties.shared_memory_per_block_optin)
 
 
-def _check_fit(rows_RD: Tensor, offsets_M: Tensor, w_MGD: Tensor) -> None:
+def _check_fit(op: Projection, rows_RK: Tensor, offsets_M: Tensor, w_MLK: Tensor) -> None:
     """Raise E0525 naming the first tensor that does not fit, before a kernel can read past one."""
-    if rows_RD.dim() != 2 or rows_RD.dtype not in DTYPES:
-        raise _misfit("rows", rows_RD, "[R, D] in fp32, fp16 or bf16")
-    hidden = rows_RD.shape[1]
-    if w_MGD.dim() != 3 or w_MGD.shape[2] != hidden or w_MGD.shape[1] % 2 or w_MGD.dtype != rows_RD.dtype:
-        raise _misfit("weights", w_MGD, f"[M, 2 I, {hidden}] in {DTYPES[rows_RD.dtype].value}")
-    if offsets_M.shape != w_MGD.shape[:1] or offsets_M.dtype != torch.int32:
-        raise _misfit("offsets", offsets_M, f"[{w_MGD.shape[0]}] in int32")
-    for name, tensor in (("rows", rows_RD), ("weights", w_MGD), ("offsets", offsets_M)):
-        if not tensor.is_contiguous() or tensor.device != rows_RD.device:
-            raise _misfit(name, tensor, f"contiguous and on {rows_RD.device}")
+    if rows_RK.dim() != 2 or rows_RK.dtype not in DTYPES:
+        raise _misfit(op, "rows", rows_RK, "[R, K] in fp32, fp16 or bf16")
+    depth = rows_RK.shape[1]
+    if w_MLK.dim() != 3 or w_MLK.shape[2] != depth or w_MLK.shape[1] % op.sides or w_MLK.dtype != rows_RK.dtype:
+        lines = "2 I" if op.sides == 2 else "N"
+        raise _misfit(op, "weights", w_MLK, f"[M, {lines}, {depth}] in {DTYPES[rows_RK.dtype].value}")
+    if offsets_M.shape != w_MLK.shape[:1] or offsets_M.dtype != torch.int32:
+        raise _misfit(op, "offsets", offsets_M, f"[{w_MLK.shape[0]}] in int32")
+    for name, tensor in (("rows", rows_RK), ("weights", w_MLK), ("offsets", offsets_M)):
+        if not tensor.is_contiguous() or tensor.device != rows_RK.device:
+            raise _misfit(op, name, tensor, f"contiguous and on {rows_RK.device}")
     if offsets_M.device.type == "cpu" and offsets_M.numel():
         ends = [0, *offsets_M.tolist()]  # on a GPU this would wait for the device
-        if ends != sorted(ends) or ends[-1] > rows_RD.shape[0]:
-            raise _misfit("offsets", offsets_M, f"ends that never fall and stay within {rows_RD.shape[0]} rows")
+        if ends != sorted(ends) or ends[-1] > rows_RK.shape[0]:
+            raise _misfit(op, "offsets", offsets_M, f"ends that never fall and stay within {rows_RK.shape[0]} rows")
 
 
-def _misfit(name: str, tensor: Tensor, wanted: str) -> Exception:
+def _misfit(op: Projection, name: str, tensor: Tensor, wanted: str) -> Exception:
     shape, dtype, stride = list(tensor.shape), str(tensor.dtype).removeprefix("torch."), list(tensor.stride())
+    operation = "grouped_gate_up" if op is Projection.GATE_UP else "grouped_linear"
     return fail(
         "E0525",
-        f"the {name} given to grouped_gate_up are {shape} {dtype}, strides {stride}, on {tensor.device}",
+        f"the {name} given to {operation} are {shape} {dtype}, strides {stride}, on {tensor.device}",
         f"they must be {wanted}",
     )
