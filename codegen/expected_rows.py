@@ -11,23 +11,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 Rows = NDArray[np.int64]
-#: More tokens are drawn in parts of this many, to keep the drawing small.
-_CHUNK = 4096
+#: Tokens are drawn in parts of this many, to keep the drawing small; of more than `_MOST` not each is.
+_CHUNK, _MOST = 4096, 32768
 
 
 @lru_cache(maxsize=64)
-def random_rows(num_experts: int, top: int, tokens: int, skew: float = 0.0) -> Rows:
+def random_rows(num_experts: int, top: int, tokens: int, skew: float = 0.0, seed: int = 0) -> Rows:
     """Rows [E] of tokens that choose at random; expert e is as likely as 1 / (e + 1)^skew (Zipf; 0 is uniform).
 
-    Without replacement, by the largest `top` of log weights plus Gumbel noise (Vieira, 2014).
+    Without replacement, by the largest `top` of log weights plus Gumbel noise (Vieira, 2014). Of very many tokens as
+    many as are drawn stand for all: each expert's rows are then drawn at once, by how often it was chosen.
     """
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     weights = -skew * np.log(np.arange(1, num_experts + 1, dtype=np.float64))
     counts = np.zeros(num_experts, dtype=np.int64)
-    for start in range(0, tokens, _CHUNK):
-        keys = weights + rng.gumbel(size=(min(_CHUNK, tokens - start), num_experts))
+    drawn = min(tokens, _MOST)
+    for start in range(0, drawn, _CHUNK):
+        keys = weights + rng.gumbel(size=(min(_CHUNK, drawn - start), num_experts))
         chosen = np.argpartition(-keys, top - 1, axis=1)[:, :top]
         counts += np.bincount(chosen.ravel(), minlength=num_experts)
+    if drawn < tokens:
+        more = rng.binomial(tokens - drawn, counts / drawn).astype(np.float64)
+        counts = spread(counts + more, tokens * top, tokens)
     return counts
 
 

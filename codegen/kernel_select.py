@@ -29,7 +29,7 @@ MOST_COMPILED = 3
 #: A candidate must promise this much less than the best to be worth compiling.
 WORTH = 0.03
 
-Compile = Callable[[GroupedGemm], Compiled]
+Build = Callable[[GroupedGemm], Compiled]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Choice:
     compiled: int
 
 
-def select(candidates: Sequence[GroupedGemm], rows: Rows, tokens: int, device: Device, compile: Compile) -> Choice:
+def select(candidates: Sequence[GroupedGemm], rows: Rows, tokens: int, device: Device, build: Build) -> Choice:
     """The cheapest of `candidates` (the wanted one first) for `rows` [M] of `tokens` tokens.
 
     Where all that were compiled spill, the one that spills least is taken, and its `fallback` says so. Raises E0533
@@ -62,7 +62,7 @@ def select(candidates: Sequence[GroupedGemm], rows: Rows, tokens: int, device: D
             break
         tried += 1
         try:
-            kernel = compile(values)
+            kernel = build(values)
         except MoecError as error:
             refused = error
             continue

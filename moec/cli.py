@@ -14,6 +14,7 @@ from moec.cli_cache import cache_command
 from moec.cli_calibrate import calibrate_command
 from moec.cli_compile import compile_command
 from moec.cli_errors import EXIT_CODES, debug, epilog, guarded
+from moec.cli_kernels import kernels_command
 from moec.cli_run import run_command
 from moec.diagnostics import SourceFile, fail
 from moec.files import write_whole
@@ -159,6 +160,7 @@ app.command("run", epilog=epilog('moec run mixtral.moe --prompt "In the beginnin
     guarded(run_command, in_one_line=True)
 )
 app.command("explain", epilog=epilog("moec explain E0203"))(guarded(explain_command))
+app.command("kernels", epilog=epilog("moec kernels build/mixtral"))(guarded(kernels_command))
 app.command("cache", epilog=epilog("moec cache law.npz --model mixtral.moe --slots 25%,50%"))(guarded(cache_command))
 app.command("calibrate", epilog=epilog("moec calibrate mixtral.moe -o here.moe"))(
     guarded(calibrate_command, in_one_line=True)

@@ -18,7 +18,7 @@ from tests.commands import moec
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "tiny"
-COMMANDS = ("import", "check", "fmt", "compile", "run", "explain", "cache", "calibrate", "passes")
+COMMANDS = ("import", "check", "fmt", "compile", "run", "explain", "kernels", "cache", "calibrate", "passes")
 EXPECTED = json.loads((EXAMPLE / "expected.json").read_text())
 
 

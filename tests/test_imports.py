@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
         "cache", "cache_sizes", "ir", "layout", "mesh", "placement", "cost", "schedule", "plan_overlap",
         "plan_prefetch", "topology", "diagnostics",
     },
-    "codegen": {"ir", "layout", "diagnostics"},
+    "codegen": {"files", "ir", "layout", "diagnostics"},
     "artifact": {"ir", "diagnostics"},
     "plan": {
         "cache", "cache_sizes", "checked", "checkpoint", "cost", "cost_routing", "declared", "ir", "parameters",
@@ -61,8 +61,8 @@ ALLOWED: dict[str, set[str]] = {
         "weights", "files", "diagnostics",
     },
     "compiler": {
-        "grammar", "semantics", "lowering", "passes", "artifact", "codegen", "checked", "checkpoint", "cost", "ir",
-        "plan", "plan_trace", "weights", "diagnostics",
+        "grammar", "semantics", "lowering", "passes", "artifact", "codegen", "checked", "checkpoint", "cost",
+        "cost_routing", "ir", "plan", "plan_trace", "weights", "diagnostics",
     },
     "cli": {
         "cache", "compiler", "importer", "runtime", "explain", "artifact", "grammar", "semantics", "passes", "checked",
@@ -142,7 +142,15 @@ def test_semantics_takes_only_the_tree_from_the_grammar() -> None:
 
 
 #: What `check`, `fmt`, `explain`, `import` and `--help` load.
-QUICK = ["moec.cli", "moec.semantics", "moec.grammar.formatter", "moec.importer", "moec.explain", "moec.artifact_files"]
+QUICK = [
+    "moec.cli",
+    "moec.semantics",
+    "moec.grammar.formatter",
+    "moec.importer",
+    "moec.explain",
+    "moec.explain_kernels",
+    "moec.artifact_files",
+]
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -1,0 +1,87 @@
+"""What `plan.json` keeps of a compiled kernel: its figures, as `moec kernels` and `moec explain` print them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from moec.codegen.devices import Device, Occupancy, occupancy
+from moec.codegen.kernel_cost import GemmCost, match_loops
+from moec.codegen.kernel_select import Choice, describe
+from moec.codegen.kernel_store import Compiled
+from moec.codegen.layer_cost import RowsCost
+from moec.codegen.targets import find_target
+
+
+def gemm_entry(choice: Choice, device: Device) -> dict[str, Any]:
+    """A grouped GEMM, chosen and costed."""
+    values, kernel, cost = choice.values, choice.kernel, choice.cost
+    assert cost.occupancy is not None
+    pairs = zip(values.tiles, match_loops(values, kernel.code.loops), strict=True)
+    return {
+        **_usage((kernel,), cost.occupancy, device),
+        "launches": 1,
+        "form": values.form.value,
+        "tiles": describe(values),
+        "matrix": [
+            {
+                "rows": tile.m,
+                "op": str(loop.op),
+                "slots": round(loop.slots_per_op, 2),
+                "tile_slots": loop.tile_slots,
+                "loads": dict(loop.loads),
+            }
+            for tile, loop in pairs
+            if loop is not None
+        ],
+        "bytes": {"moved": round(cost.traffic.moved), "minimum": round(cost.traffic.minimum)},
+        "rows": {"useful": cost.useful_rows, "padded": cost.padded_rows, "tiles": cost.tiles},
+        "us": _times(cost),
+        "fallback": values.fallback.text,
+        "selection": {"candidates": choice.candidates, "compiled": choice.compiled},
+    }
+
+
+def rows_entry(kernels: Sequence[Compiled], warps: int, cost: RowsCost, fallback: str = "") -> dict[str, Any]:
+    """Kernels that move rows for one operation, one launch each; registers and shared memory of the largest."""
+    device = cost.device
+    target = find_target(kernels[0].report.target)
+    fits = min(
+        (occupancy(device, target, warps, k.code.registers, k.report.shared_bytes) for k in kernels),
+        key=lambda found: found.blocks,
+    )
+    return {
+        **_usage(kernels, fits, device),
+        "launches": cost.launches,
+        "form": "pointer",
+        "tiles": "",
+        "matrix": [],
+        "bytes": {"moved": round(cost.moved), "minimum": 0},
+        "rows": None,
+        "us": {
+            "memory": round(cost.moved / (device.memory_gbps * 1e3), 3),
+            "predicted": round(cost.predicted_us, 3),
+            "roof": 0.0,
+        },
+        "fallback": fallback,
+        "selection": None,
+    }
+
+
+def _usage(kernels: Sequence[Compiled], fits: Occupancy, device: Device) -> dict[str, Any]:
+    target = find_target(kernels[0].report.target)
+    return {
+        "target": target.name,
+        "device": device.name,
+        "registers": max(kernel.code.registers for kernel in kernels),
+        "accumulators": max(kernel.code.accumulators for kernel in kernels),
+        "spills": sum(kernel.code.spills or kernel.report.spills for kernel in kernels),
+        "shared_bytes": max(kernel.report.shared_bytes for kernel in kernels),
+        "shared_limit": target.shared_limit,
+        "occupancy": {"blocks": fits.blocks, "share": round(fits.share, 4), "limit": fits.limit},
+    }
+
+
+def _times(cost: GemmCost) -> dict[str, float]:
+    names = ("memory", "l2", "tensor", "issue", "busiest", "predicted", "roof")
+    return {name: round(float(getattr(cost, f"{name}_us")), 3) for name in names}

@@ -1,0 +1,101 @@
+"""Which operations of a Program Triton kernels serve, and what a step brings them on the busiest rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from moec.codegen.devices import Device, device_for
+from moec.codegen.expected_rows import Rows, random_rows, spread
+from moec.codegen.targets import Dtype, Target
+from moec.cost_routing import TracedRouting
+from moec.cost_sizes import Sizes, sizes_of
+from moec.ir import Body, Program, loc_of, op_of, operands, type_of
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """What a step of a phase brings to the experts of one body, on the rank with most rows.
+
+    `rows`: of each expert held there. `tokens`: rows of tokens that those come from. `routed`: tokens that one rank
+    routes. `routing` says what they are counted over.
+    """
+
+    rows: Rows
+    tokens: int
+    routed: int
+    top: int
+    experts: int
+    routing: str
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One operation that a Triton kernel serves."""
+
+    program: Program
+    body: Body
+    node: fx.Node
+    load: Load
+
+    @property
+    def op(self) -> str:
+        return op_of(self.node).name
+
+    @property
+    def dtype(self) -> Dtype:
+        return Dtype(self.program.dtype)
+
+    @property
+    def comment(self) -> str:
+        """Where it comes from, for the kernel's docstring."""
+        program = self.program
+        return f"{program.phase}, {self.body.name}, {program.source}:{loc_of(self.node)}"
+
+    def shape(self, index: int) -> tuple[int | str, ...]:
+        """Shape of an operand: numbers, and symbols of what is known at run time."""
+        return type_of(operands(self.node)[index]).shape
+
+
+def uses(program: Program) -> Iterator[Use]:
+    """Every operation of a Program that was given to Triton, in order."""
+    loads: dict[str, Load] = {}
+    for body, node in program.nodes():
+        if node.meta.get("kernel") != "triton":
+            continue
+        if body.name not in loads:
+            loads[body.name] = load_of(sizes_of(program, body))
+        yield Use(program, body, node, loads[body.name])
+
+
+def load_of(sizes: Sizes) -> Load:
+    """Rows of a full step, drawn at random or in the proportions of the program's trace."""
+    route, mesh = sizes.route, sizes.program.mesh
+    if route is None:
+        return Load(np.zeros(0, dtype=np.int64), 0, round(sizes.rows), 1, 0, "no")
+    experts, tokens = route.placement.num_experts, round(sizes.rows * mesh.ep)
+    if isinstance(route.routing, TracedRouting):
+        chosen = np.bincount(route.routing.expert_ids.ravel(), minlength=experts).astype(np.float64)
+        counts, routing = spread(chosen, tokens * sizes.top, tokens), "traced"
+    else:
+        counts, routing = random_rows(experts, sizes.top, tokens), "random"
+    copies = np.bincount([e for held in route.placement.slots for e in held], minlength=experts)
+    ranks = [-(-counts[list(held)] // copies[list(held)]) for held in route.placement.slots]
+    rows = max(ranks, key=lambda own: int(own.sum()))
+    entering = next((sizes.dim(type_of(operands(n)[0]).shape[0]) for n in _sorting(sizes.body)), float(tokens))
+    return Load(rows, round(entering), round(sizes.rows), sizes.top, experts, routing)
+
+
+def _sorting(body: Body) -> list[fx.Node]:
+    """Operations that bring rows to their experts."""
+    names = ("group_rows", "group_pairs")
+    return [n for n in body.graph.nodes if n.op == "call_function" and getattr(n.target, "name", "") in names]
+
+
+def device_of(program: Program, target: Target) -> Device:
+    """The device that times are predicted for: the target's, with the rates of the program's cluster."""
+    device = program.cluster.device
+    return device_for(target, device.memory_gbps, device.tflops)
