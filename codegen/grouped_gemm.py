@@ -278,5 +278,20 @@ def grouped_gemm_signature(values: GroupedGemm) -> Signature:
 def compile_grouped_gemm(values: GroupedGemm, source: str | None = None) -> Report:
     """Compile for its target and judge; `source` is its text, where rendered already."""
     text = source if source is not None else render_grouped_gemm(values)
-    launch = Launch("grouped_gemm", values.warps, values.stages)
+    launch = Launch(values.name, values.warps, values.stages)
     return compile_kernel(text, "grouped_gemm", grouped_gemm_signature(values), find_target(values.target.text), launch)
+
+
+def plan_entry(values: GroupedGemm, report: Report) -> dict[str, object]:
+    """What `plan.json` keeps of a compiled kernel."""
+    return {
+        "name": report.name,
+        "target": report.target,
+        "form": values.form.value,
+        "tiles": [{"m": tile.m, "n": tile.n, "k": tile.k, "stages": tile.stages} for tile in values.tiles],
+        "warps": values.warps,
+        "registers": report.registers,
+        "spills": report.spills,
+        "shared_bytes": report.shared_bytes,
+        "fallback": values.fallback.text,
+    }

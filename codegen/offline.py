@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from moec.codegen.kernel_module import load_kernel
-from moec.codegen.kernels import Form, GateUp, describe, render_gate_up
 from moec.codegen.renderer import BUG
-from moec.codegen.targets import Target, find_target
+from moec.codegen.targets import Target
 from moec.diagnostics import MoecError, fail, printable
 
 #: Multiply-adds are fused, as on every GPU by default; said because Triton's default is about to change.
@@ -51,25 +50,6 @@ class Launch:
     label: str
     warps: int
     stages: int
-
-
-def compile_gate_up(values: GateUp, source: str | None = None) -> Report:
-    """Compile a grouped gate-up kernel for its target; `source` is its text, where rendered already."""
-    text = source if source is not None else render_gate_up(values)
-    target = find_target(values.target.text)
-    launch = Launch(values.name, values.tile.warps, values.tile.stages)
-    return compile_kernel(text, "grouped_gate_up", signature(values), target, launch)
-
-
-def signature(values: GateUp) -> Signature:
-    """Argument types of the rendered `grouped_gate_up`: pointers or descriptors, and the number of rows."""
-    dtype, tile = values.dtype.value, values.tile
-    rows = w = f"*{dtype}"
-    if values.form is Form.TMA:
-        rows = f"tensordesc<{dtype}[{tile.m}, {tile.k}]>"
-        w = f"tensordesc<{dtype}[{tile.n}, {tile.k}]>"
-    types = {"rows": rows, "offsets": "*i32", "w": w, "out": f"*{dtype}", "num_rows": "i32", "INTERPRET": "constexpr"}
-    return Signature(types, {"INTERPRET": False})
 
 
 def compile_kernel(source: str, name: str, arguments: Signature, target: Target, launch: Launch) -> Report:
@@ -132,31 +112,3 @@ def _amd_usage(assembly: str) -> tuple[int, int]:
         return int(found[1])
 
     return value("vgpr_count"), value("vgpr_spill_count") + value("sgpr_spill_count")
-
-
-def plan_entry(values: GateUp, report: Report) -> dict[str, object]:
-    """What `plan.json` keeps of a compiled kernel."""
-    tile = values.tile
-    return {
-        "name": report.name,
-        "target": report.target,
-        "form": values.form.value,
-        "tile": {"m": tile.m, "n": tile.n, "k": tile.k, "stages": tile.stages, "warps": tile.warps},
-        "registers": report.registers,
-        "spills": report.spills,
-        "shared_bytes": report.shared_bytes,
-        "fallback": values.fallback.text,
-    }
-
-
-def report_lines(values: GateUp, report: Report) -> list[str]:
-    """Lines for a person: what was compiled, what it uses, and a smaller tile or spills if there are any."""
-    limit = find_target(report.target).shared_limit
-    lines = [
-        f"{report.name} for {report.target}: {report.registers} registers, {report.spills} spilled, "
-        f"{report.shared_bytes} of {limit} bytes of shared memory",
-        f"  tile {describe(values.tile)}, {values.form.value} loads",
-    ]
-    if values.fallback.text:
-        lines.append(f"  smaller tile: {values.fallback}")
-    return lines

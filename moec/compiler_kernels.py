@@ -6,19 +6,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from moec.codegen.kernels import GateUp, render_gate_up, specialise_gate_up
-from moec.codegen.offline import compile_gate_up, plan_entry
+from moec.codegen.grouped_gemm import (
+    GroupedGemm,
+    Projection,
+    compile_grouped_gemm,
+    plan_entry,
+    render_grouped_gemm,
+    specialise,
+)
 from moec.codegen.renderer import Comment
 from moec.codegen.targets import Dtype, find_target
 from moec.cost_sizes import routed_tops
 from moec.ir import Program, loc_of, op_of, type_of
+
+#: Operations that grouped GEMM kernels serve.
+OPERATIONS = {"grouped_gate_up": Projection.GATE_UP, "grouped_linear": Projection.DOWN}
 
 
 @dataclass(frozen=True)
 class _Use:
     """One operation that a Triton kernel serves, and where it comes from."""
 
-    values: GateUp
+    values: GroupedGemm
     comment: str
 
 
@@ -26,29 +35,32 @@ def compile_kernels(programs: Iterable[Program], target: str) -> tuple[dict[str,
     """Kernel sources by file name in the artifact, and what compiling each gave; nothing for the target `cpu`."""
     if target == "cpu":
         return {}, []
-    uses: dict[GateUp, list[str]] = {}
+    uses: dict[GroupedGemm, list[str]] = {}
     for program in programs:
         for use in _uses(program, target):
             uses.setdefault(use.values, []).append(use.comment)
     sources: dict[str, str] = {}
     reports = []
     for values, comments in uses.items():
-        source = render_gate_up(values, [Comment(text) for text in dict.fromkeys(comments)])
+        source = render_grouped_gemm(values, [Comment(text) for text in dict.fromkeys(comments)])
         sources[f"kernels/{values.name}.py"] = source
-        reports.append(plan_entry(values, compile_gate_up(values, source)))
+        reports.append(plan_entry(values, compile_grouped_gemm(values, source)))
     return sources, reports
 
 
 def _uses(program: Program, target: str) -> list[_Use]:
     found = []
     for body, node in program.nodes():
-        if op_of(node).name != "grouped_gate_up" or node.meta.get("kernel") != "triton":
+        op = OPERATIONS.get(op_of(node).name)
+        if op is None or node.meta.get("kernel") != "triton":
             continue
-        rows, _, w = (type_of(a) for a in node.all_input_nodes)
+        _, _, w = (type_of(a) for a in node.all_input_nodes)
+        depth, width = int(w.shape[2]), int(w.shape[1]) // op.sides
         for held in _experts_held(program, w.shape[0]):
-            values = specialise_gate_up(
-                hidden=int(rows.shape[1]),
-                inner=int(w.shape[1]) // 2,
+            values = specialise(
+                op,
+                hidden=depth if op is Projection.GATE_UP else width,
+                inner=width if op is Projection.GATE_UP else depth,
                 experts=held,
                 dtype=Dtype(program.dtype),
                 target=find_target(target),
