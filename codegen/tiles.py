@@ -131,7 +131,7 @@ def descriptor_depth(depth: int, dtype: Dtype, largest: int = 128) -> int:
     """
     if depth * dtype.num_bytes % 16:
         return 0
-    return next((k for k in (largest, largest // 2, largest // 4) if depth % k == 0), 0)
+    return next((k for k in (largest, largest // 2, largest // 4) if depth % k == 0 and k >= MIN_SIDE), 0)
 
 
 def _wanted(sides: int, dtype: Dtype, target: Target, form: Form, rows_per_expert: int) -> tuple[tuple[Tile, ...], int]:
