@@ -113,7 +113,6 @@ def ends_of(rows: int, experts: int) -> Tensor:
 @pytest.mark.parametrize(("hidden", "inner", "experts", "rows"), EXPERTS)
 def test_grouped_products(
     kernels: Callable[[torch.dtype], SimpleNamespace],
-    monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
     hidden: int,
     inner: int,
@@ -121,7 +120,6 @@ def test_grouped_products(
     rows: int,
 ) -> None:
     """B19, B23, B40: odd sizes, experts without rows, memory that starts as NaN; any number of rows."""
-    monkeypatch.setattr(kernels_cpp, "FEW", 1000)
     k, ends = kernels(dtype), ends_of(rows, experts)
     owner = torch.arange(experts).repeat_interleave(ends.diff(prepend=ends.new_zeros(1)).long())
     x = draw(rows, hidden, dtype=dtype)

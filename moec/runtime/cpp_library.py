@@ -4,14 +4,40 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
-from moec.codegen.cpp import Shape, kernels_of, render_cpp
+from moec.codegen.cpp import (
+    Attention,
+    LatentAttention,
+    Norm,
+    Product,
+    Rope,
+    Route,
+    Router,
+    Shape,
+    kernels_of,
+    render_cpp,
+)
 from moec.diagnostics import MoecError, fail
 from moec.ir import Program
 from moec.runtime.cpp_build import load
 from moec.runtime.kernels_torch_moe import BUG
+
+_P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+#: Arguments and result of the kernels of a kind of shape, and of those that have a name only.
+SIGNATURES: dict[type[Shape] | str, tuple[tuple[Any, ...], Any]] = {
+    Product: ((_P, _P, _N, _P, _P), None),
+    Norm: ((_P, _N, _P, _P, _F), None),
+    Rope: ((_P, _N, _N, _P, _P, _P), None),
+    Attention: ((*(_P,) * 7, _N, _N, _F, _P), None),
+    LatentAttention: ((*(_P,) * 7, _N, _N, _F, _P), None),
+    Router: ((_P, _P, _N, _P, _P), None),
+    Route: ((_P, _N, _P, _F, _P, _P), _N),
+    "group_rows": ((_P, *(_N,) * 3, _P, _P, _N, _N, _P, _P, _P), _N),
+    "reduce_rows": ((_P, _N, _N, _P, _P, _N, _N, _P), None),
+    "set_threads": ((ctypes.c_int,), None),
+}
 
 
 class Library:
@@ -19,23 +45,25 @@ class Library:
 
     def __init__(self, source: str) -> None:
         self._library = load(source)
-        self._found: dict[Shape | str, Any] = {}
+        self._found: dict[Hashable, Any] = {}
 
     def set_threads(self, count: int) -> None:
         """Kernels of much work share it out over so many threads, the caller's among them."""
-        self.get("set_threads", (ctypes.c_int,))(count)
+        self.get("set_threads")(count)
 
-    def get(self, shape: Shape | str, arguments: tuple[Any, ...], result: Any = None) -> Any:
-        """The function of a shape (or of a name) for ctypes. Raises E0543 for a shape that the plan does not have."""
-        found = self._found.get(shape)
-        if found is None:
-            name = shape if isinstance(shape, str) else shape.name
-            try:
-                found = getattr(self._library, name)
-            except AttributeError:
-                raise fail("E0543", f"there is no C++ kernel `{name}` in the plan's library", BUG) from None
-            found.argtypes, found.restype = arguments, result
-            self._found[shape] = found
+    def get(self, kind: type[Shape] | str, *numbers: Any) -> Any:
+        """The function of the shape `kind(*numbers)`, or of a name. Raises E0543 for what the plan does not have."""
+        found = self._found.get((kind, numbers))  # a shape itself takes long to hash
+        return self._find(kind, numbers) if found is None else found
+
+    def _find(self, kind: type[Shape] | str, numbers: tuple[Any, ...]) -> Any:
+        name = kind if isinstance(kind, str) else kind(*numbers).name
+        try:
+            found = getattr(self._library, name)
+        except AttributeError:
+            raise fail("E0543", f"there is no C++ kernel `{name}` in the plan's library", BUG) from None
+        found.argtypes, found.restype = SIGNATURES[kind]
+        self._found[kind, numbers] = found
         return found
 
 

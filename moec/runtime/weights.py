@@ -25,6 +25,7 @@ from moec.ir import Param, Program, full_name
 from moec.layout import Placed, Replicate, Shard
 from moec.mesh import Mesh
 from moec.placement import Placement
+from moec.runtime.huge_pages import advise_huge
 from moec.runtime.weights_reader import TORCH_DTYPES, ShardReader
 
 Progress = Callable[[int, int], None]
@@ -113,7 +114,8 @@ def load(
             if param in tensors:
                 continue
             shape = _local_shape(param, mesh, placements, rank)
-            tensor = tensors[param] = torch.empty(shape, dtype=TORCH_DTYPES[param.dtype], device=device)
+            tensor = advise_huge(torch.empty(shape, dtype=TORCH_DTYPES[param.dtype], device=device))
+            tensors[param] = tensor
             filled = 0
             for block, rows, columns, target in pieces(sources, param, tensor, *cut(param, mesh, placements, rank)):
                 reader.read(block, rows, columns, target)
