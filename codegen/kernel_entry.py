@@ -75,7 +75,7 @@ def _usage(kernels: Sequence[Compiled], fits: Occupancy, device: Device) -> dict
         "device": device.name,
         "registers": max(kernel.code.registers for kernel in kernels),
         "accumulators": max(kernel.code.accumulators for kernel in kernels),
-        "spills": sum(kernel.code.spills or kernel.report.spills for kernel in kernels),
+        "spills": sum(kernel.code.spills for kernel in kernels),
         "shared_bytes": max(kernel.report.shared_bytes for kernel in kernels),
         "shared_limit": target.shared_limit,
         "occupancy": {"blocks": fits.blocks, "share": round(fits.share, 4), "limit": fits.limit},

@@ -91,7 +91,7 @@ def unfitness(choice: Choice) -> str | None:
         return None
     if kernel.report.shared_bytes > target.shared_limit:
         return f"asks for {kernel.report.shared_bytes} of {target.shared_limit} bytes of shared memory"
-    return f"spills {kernel.code.spills or kernel.report.spills} registers"
+    return f"spills {kernel.code.spills} registers"
 
 
 def _explained(chosen: Choice, wanted: GroupedGemm, unfit: Sequence[tuple[int, Choice, str]]) -> GroupedGemm:

@@ -40,7 +40,7 @@ class Compiled:
 
     def is_fit(self, target: Target) -> bool:
         """Whether it may be used without a word: nothing is spilled, and the device has the shared memory asked for."""
-        return self.code.spills == 0 and self.report.spills == 0 and self.report.shared_bytes <= target.shared_limit
+        return self.code.spills == 0 and self.report.shared_bytes <= target.shared_limit
 
 
 def compiled(source: str, name: str, arguments: Signature, target: Target, launch: Launch) -> Compiled:

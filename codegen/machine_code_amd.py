@@ -20,12 +20,13 @@ LOADS = ("buffer_load", "global_load", "flat_load")
 def read_amdgcn(assembly: str) -> MachineCode:
     """Figures of one kernel. Raises E0532 for what is no such assembly.
 
-    Registers are vector registers, accumulation registers among them; spills are registers spilled, vector and scalar.
+    Registers are vector registers, accumulation registers among them; spills are vector registers spilled to memory
+    (scalar ones are kept in lanes of vector registers).
     """
     code = parse_amdgcn(assembly)
     fields = {key: int(value) for key, value in re.findall(r"^\s+(?:- )?\.(\w+):\s+(\d+)$", assembly, re.MULTILINE)}
     try:
-        spills = fields["vgpr_spill_count"] + fields["sgpr_spill_count"]
+        spills = fields["vgpr_spill_count"]
         registers, shared = fields["vgpr_count"], fields["group_segment_fixed_size"]
     except KeyError as error:
         what = f"the machine code of a kernel cannot be read: its assembly has no {error}"

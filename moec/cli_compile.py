@@ -60,8 +60,12 @@ def _summarise(folder: Path, document: Mapping[str, Any]) -> None:
     ranks = document["mesh"]["ranks"]
     typer.echo(f"{folder}: plan {document['plan']} for {ranks} rank{'s' * (ranks != 1)}", err=True)
     for kernel in document["kernels"]:
-        usage = f"{kernel['registers']} registers, {kernel['spills']} spilled"
-        typer.echo(f"  kernel {kernel['name']} for {kernel['target']}: {usage}", err=True)
+        usage = (
+            f"{kernel['registers']} registers, {kernel['spills']} spilled, {kernel['us']['predicted']:.1f} us predicted"
+        )
+        typer.echo(f"  {kernel['phase']} {kernel['name']} for {kernel['target']}: {usage}", err=True)
+        if kernel["fallback"]:
+            typer.echo(f"    fallback: {kernel['fallback']}", err=True)
 
 
 def _print_stopped(

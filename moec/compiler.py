@@ -102,13 +102,13 @@ def compile(
     programs = [program for stage in stages for program in stage.values()]
     folder = find_weights(chosen.model.weights, path.parent, weights, must_exist=False)
     fingerprint = open_checkpoint(folder).fingerprint if folder is not None and has_weights(folder) else None
-    sources, reports = compile_kernels(programs, target)
+    made = compile_kernels(programs, target)
     cache = cache_document(chosen, stages, caches.found, target, path.parent)
-    document = plan_document(chosen, stages, exchanges.found, target, reports, fingerprint, traced, cache)
+    document = plan_document(chosen, stages, exchanges.found, target, made.entries, fingerprint, traced, cache)
     modules = {f"{name_of(program)}.py": render_phase(program) for program in programs}
     modules |= {f"kernels/{name_of(p)}.cpp": render_cpp(k) for p in programs if (k := kernels_of(p)) is not None}
     pairs = tuple((stage["prefill"], stage["decode"]) for stage in stages)
-    return Artifact(pairs, document, modules | sources, path.parent)
+    return Artifact(pairs, document, modules | made.sources, path.parent, made.binaries)
 
 
 def checked_plan(path: Path, plan: str | None = None, overrides: Sequence[str] = ()) -> tuple[Plan, SourceFile]:

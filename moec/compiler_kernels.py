@@ -1,84 +1,194 @@
-"""The GPU kernels of an artifact: rendered for the plan's shapes, compiled offline for its target."""
+"""The GPU kernels of an artifact: rendered for the plan's shapes, chosen, and compiled offline for its target."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from moec.codegen.grouped_gemm import (
     GroupedGemm,
     Projection,
-    compile_grouped_gemm,
-    plan_entry,
+    RowSource,
+    Store,
+    grouped_gemm_signature,
     render_grouped_gemm,
     specialise,
 )
+from moec.codegen.kernel_candidates import candidates
+from moec.codegen.kernel_entry import gemm_entry, rows_entry
+from moec.codegen.kernel_moves import Moves, Moving, compile_moving, moving_cost, render_moving
+from moec.codegen.kernel_route import Score, specialise_route
+from moec.codegen.kernel_rows import specialise_group, specialise_reduce
+from moec.codegen.kernel_select import Choice, select
+from moec.codegen.kernel_store import Compiled, compiled
+from moec.codegen.offline import Launch
 from moec.codegen.renderer import Comment
-from moec.codegen.targets import Dtype, find_target
-from moec.cost_sizes import routed_tops
-from moec.ir import Program, loc_of, op_of, type_of
+from moec.codegen.targets import Target, find_target
+from moec.compiler_uses import Use, device_of, uses
+from moec.ir import Program
 
-#: Operations that grouped GEMM kernels serve.
-OPERATIONS = {"grouped_gate_up": Projection.GATE_UP, "grouped_linear": Projection.DOWN}
+#: Operations that grouped GEMM kernels serve: (projection, where rows come from, what becomes of results).
+GEMMS = {
+    "grouped_gate_up": (Projection.GATE_UP, RowSource.SORTED, Store.PLAIN),
+    "gathered_gate_up": (Projection.GATE_UP, RowSource.GATHERED, Store.PLAIN),
+    "grouped_linear": (Projection.DOWN, RowSource.SORTED, Store.PLAIN),
+    "reduced_linear": (Projection.DOWN, RowSource.SORTED, Store.ACCUMULATED),
+}
+#: Kernels that are the only one of their text.
+ALONE = ("grouped_gemm", "route")
 
 
-@dataclass(frozen=True)
-class _Use:
-    """One operation that a Triton kernel serves, and where it comes from."""
+@dataclass
+class Kernels:
+    """Texts and machine code by file name in the artifact, and what `plan.json` keeps: an entry a kernel and phase."""
 
-    values: GroupedGemm
-    comment: str
+    sources: dict[str, str] = field(default_factory=dict)
+    binaries: dict[str, bytes] = field(default_factory=dict)
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    _comments: dict[str, list[Comment]] = field(default_factory=dict)
+    _values: dict[str, GroupedGemm | Moving] = field(default_factory=dict)
+
+    def add(
+        self, use: Use, values: GroupedGemm | Moving, made: list[tuple[str, Compiled]], entry: dict[str, Any]
+    ) -> None:
+        """A kernel that serves `use`, made of `values`; one that serves several is kept once."""
+        name = self._name(values)
+        self._values[name] = values
+        comments = self._comments.setdefault(name, [])
+        comments += [line for line in [Comment(use.comment)] if line not in comments]
+        self.sources[f"kernels/{name}.py"] = render_kernel(values, comments)
+        for kernel, result in made:
+            stem = f"kernels/{name}" if kernel in ALONE else f"kernels/{name}.{kernel}"
+            text, code = ("s", "hsaco") if result.report.target.startswith("hip") else ("ptx", "cubin")
+            self.sources[f"{stem}.{text}"] = result.report.assembly
+            self.binaries[f"{stem}.{code}"] = result.report.binary
+        self.entries.append(_heading(use, name) | entry)
+
+    def _name(self, values: GroupedGemm | Moving) -> str:
+        """The name of the values, numbered where others of that name differ in their tiles."""
+        number, name = 1, values.name
+        while self._values.get(name, values) != values:
+            number += 1
+            name = f"{values.name}_{number}"
+        return name
 
 
-def compile_kernels(programs: Iterable[Program], target: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """Kernel sources by file name in the artifact, and what compiling each gave; nothing for the target `cpu`."""
+def _heading(use: Use, name: str) -> dict[str, Any]:
+    layers = use.program.layers_of(use.body.name)
+    return {
+        "name": name,
+        "op": use.op,
+        "phase": use.program.phase if use.program.mesh.pp == 1 else f"{use.program.phase}_{use.program.stage}",
+        "body": use.body.name,
+        "layers": len(layers),
+        "tokens": use.load.routed,
+        "routing": use.load.routing,
+    }
+
+
+def render_kernel(values: GroupedGemm | Moving, comments: Iterable[Comment] = ()) -> str:
+    """The text of a kernel, with the `.moe` lines it serves."""
+    if isinstance(values, GroupedGemm):
+        return render_grouped_gemm(values, comments)
+    return render_moving(values, comments)
+
+
+def compile_kernels(programs: Iterable[Program], target: str) -> Kernels:
+    """The kernels of every operation that was given to Triton; none for the target `cpu`.
+
+    Raises E0520 without Triton, E0521 for a target that is none, E0523 and E0533 where no tile fits.
+    """
+    kernels = Kernels()
     if target == "cpu":
-        return {}, []
-    uses: dict[GroupedGemm, list[str]] = {}
+        return kernels
+    chosen: dict[object, Choice] = {}
     for program in programs:
-        for use in _uses(program, target):
-            uses.setdefault(use.values, []).append(use.comment)
-    sources: dict[str, str] = {}
-    reports = []
-    for values, comments in uses.items():
-        source = render_grouped_gemm(values, [Comment(text) for text in dict.fromkeys(comments)])
-        sources[f"kernels/{values.name}.py"] = source
-        reports.append(plan_entry(values, compile_grouped_gemm(values, source)))
-    return sources, reports
+        for use in uses(program):
+            if use.op in GEMMS:
+                _add_gemm(kernels, use, find_target(target), chosen)
+            else:
+                _add_moving(kernels, use, find_target(target))
+    return kernels
 
 
-def _uses(program: Program, target: str) -> list[_Use]:
-    found = []
-    for body, node in program.nodes():
-        op = OPERATIONS.get(op_of(node).name)
-        if op is None or node.meta.get("kernel") != "triton":
-            continue
-        _, _, w = (type_of(a) for a in node.all_input_nodes)
-        depth, width = int(w.shape[2]), int(w.shape[1]) // op.sides
-        for held in _experts_held(program, w.shape[0]):
-            values = specialise(
-                op,
-                hidden=depth if op is Projection.GATE_UP else width,
-                inner=width if op is Projection.GATE_UP else depth,
-                experts=held,
-                dtype=Dtype(program.dtype),
-                target=find_target(target),
-                rows_per_expert=_rows_per_expert(program),
-            )
-            found.append(_Use(values, f"{program.phase}, {body.name}, {program.source}:{loc_of(node)}"))
-    return found
+def _add_gemm(kernels: Kernels, use: Use, target: Target, chosen: dict[object, Choice]) -> None:
+    """Choose the tiles for each number of experts that a rank may hold."""
+    op, source, store = GEMMS[use.op]
+    _, out, inner = use.shape(3 if source is RowSource.GATHERED else 2)
+    sizes = (int(inner), int(out) // 2) if op is Projection.GATE_UP else (int(out), int(inner))
+    device = device_of(use.program, target)
+    for held in _held(use):
+        rows = np.resize(use.load.rows, held) if len(use.load.rows) else np.zeros(held, dtype=np.int64)
+        mean = max(1, -(-int(rows.sum()) // held))
+        wanted = specialise(
+            op, *sizes, held, use.dtype, target, top=use.load.top, rows=source, store=store, rows_per_expert=mean
+        )
+        key = (wanted, rows.tobytes(), use.load.tokens, device)
+        if key not in chosen:
+            chosen[key] = select(candidates(wanted), rows, use.load.tokens, device, compile_gemm)
+        choice = chosen[key]
+        kernels.add(use, choice.values, [("grouped_gemm", choice.kernel)], gemm_entry(choice, device))
 
 
-def _experts_held(program: Program, dim: int | str) -> list[int]:
-    """Ranks that hold different numbers of experts run kernels for different numbers."""
-    if isinstance(dim, int):
-        return [dim]
-    return sorted({count for table in program.placements.values() for count in table.counts if count})
+def compile_gemm(values: GroupedGemm) -> Compiled:
+    """Machine code of a grouped GEMM, kept or made."""
+    launch = Launch(values.name, values.warps, values.stages)
+    arguments, target = grouped_gemm_signature(values), find_target(values.target.text)
+    return compiled(render_grouped_gemm(values), "grouped_gemm", arguments, target, launch)
 
 
-def _rows_per_expert(program: Program) -> int:
-    """Rows an expert gets in a full step when routing is even."""
-    top = max(routed_tops(program).values(), default=1)
-    num_experts = max(program.experts.values(), default=1)
-    return max(1, program.tokens * program.mesh.dp * top // (num_experts * program.mesh.edp))
+def _held(use: Use) -> list[int]:
+    """Numbers of experts that ranks hold of the operation's table: kernels are made for each."""
+    counts = {count for table in use.program.placements.values() for count in table.counts if count}
+    held = use.shape(3 if use.op == "gathered_gate_up" else 2)[0]
+    return [held] if isinstance(held, int) else sorted(counts)
+
+
+def _add_moving(kernels: Kernels, use: Use, target: Target) -> None:
+    load, device = use.load, device_of(use.program, target)
+    values = MOVING[use.op](use)
+    hidden = getattr(values, "hidden", 0)
+    routed = load.routed if use.op in ("route", "combine") else load.tokens
+    useful = routed * load.top if use.op == "combine" else int(load.rows.sum())
+    moves = Moves(routed, load.top, useful, hidden * use.dtype.num_bytes)
+    is_inverting = use.op == "combine"
+    cost = moving_cost(values, moves, device, is_inverting)
+    made = compile_moving(values, target, is_inverting)
+    kernels.add(use, values, made, rows_entry([kernel for _, kernel in made], values.warps, cost))
+
+
+def _route(use: Use) -> Moving:
+    given = use.node.kwargs
+    return specialise_route(
+        int(use.shape(0)[1]), _int(given["top"]), Score(str(given["score"])), groups=_int(given["groups"]),
+        keep=_int(given["keep"]), has_bias=len(use.node.args) > 1, renormalize=bool(given["renormalize"]),
+        scale=float(str(given["scale"])),
+    )  # fmt: skip
+
+
+def _group(use: Use) -> Moving:
+    copies = use.op == "group_rows"
+    hidden = int(use.shape(0)[1]) if copies else 1
+    load = use.load
+    held = max(use.program.placements[str(use.node.kwargs["table"])].counts)
+    return specialise_group(load.experts, held, load.top, hidden, use.dtype, load.tokens, copies=copies)
+
+
+def _reduce(use: Use) -> Moving:
+    return specialise_reduce(use.load.top, int(use.shape(0)[1]), use.dtype)
+
+
+def _int(value: object) -> int:
+    return int(str(value))
+
+
+MOVING: dict[str, Callable[[Use], Moving]] = {
+    "route": _route,
+    "group_rows": _group,
+    "group_pairs": _group,
+    "reduce_rows": _reduce,
+    "combine": _reduce,
+}

@@ -161,8 +161,9 @@ def _kernels(document: dict[str, Any]) -> Iterator[str]:
     for kernel in document["kernels"]:
         yield ""
         yield (
-            f"kernel {kernel['name']} for {kernel['target']}: {kernel['registers']} registers,"
-            f" {kernel['spills']} spilled, {kernel['shared_bytes']} bytes of shared memory"
+            f"kernel {kernel['name']} for {kernel['target']}, {kernel['phase']}: {kernel['registers']} registers,"
+            f" {kernel['spills']} spilled, {kernel['shared_bytes']} bytes of shared memory,"
+            f" {kernel['us']['predicted']:.1f} us predicted"
         )
         if kernel["fallback"]:
-            yield f"  smaller tile: {kernel['fallback']}"
+            yield f"  fallback: {kernel['fallback']}"

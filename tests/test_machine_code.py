@@ -130,7 +130,7 @@ def test_names_of_matrix_instructions(name: str, said: str) -> None:
 def test_amd_assembly() -> None:
     """A jump for the case that no lane is active is not the way that lanes take."""
     code = read_amdgcn(AMDGCN)
-    assert (code.registers, code.accumulators, code.spills, code.static_shared) == (96, 32, 3, 1024)
+    assert (code.registers, code.accumulators, code.spills, code.static_shared) == (96, 32, 2, 1024)
     assert code.loops == (
         MatrixLoop(MatrixOp("MFMA", (32, 32, 8)), 2, slots=6, loads=(("cp_async", 1), ("global", 1)), tile_slots=3),
     )
