@@ -156,10 +156,10 @@ class Residency:
     def _load(self, layer: int, misses: list[int], uses: list[Use]) -> None:
         """Append a use for each miss to `uses`, which has the residents."""
         staying: Collection[Key] = ()
-        if len(self._wanted - self._pinned) > self._room[layer]:
+        if len(self._wanted) > self._room[layer] and len(self._wanted - self._pinned) > self._room[layer]:
             staying = self._staying(layer)
             misses.sort(key=lambda expert: (self.policy.worth((layer, expert)), expert))
-        places = self._places(layer, len(misses), self._wanted.union(staying))
+        places = self._places(layer, len(misses), self._wanted.union(staying) if staying else self._wanted)
         if len(places) < len(misses):
             places += self._retract(len(misses) - len(places))
         left = iter(misses)

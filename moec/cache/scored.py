@@ -70,6 +70,7 @@ class Lfu(Scored):
         self._sums = np.zeros((num_layers, num_experts, len(half_lives)))
         self._rows = [list(sums) for sums in self._sums]  # views: to index an array takes as long as to add
         self._steps = [0] * num_layers
+        self._scores: dict[int, Sequence[float]] = {}  # of layers, until the next use
 
     def use(self, layer: int, experts: Sequence[int]) -> None:
         rows, step = self._rows[layer], self._steps[layer] + 1
@@ -77,13 +78,15 @@ class Lfu(Scored):
             self._sums[layer] *= self._fade
             step = 0
         self._steps[layer], added = step, self._added[step]
+        self._scores.pop(layer, None)
         for expert in experts:
             row = rows[expert]
             row += added
 
     def scores(self, layer: int) -> Sequence[float]:
-        found: list[float] = (self._sums[layer] * self._left[self._steps[layer]]).sum(axis=1).tolist()
-        return found
+        if layer not in self._scores:
+            self._scores[layer] = (self._sums[layer] * self._left[self._steps[layer]]).sum(axis=1).tolist()
+        return self._scores[layer]
 
 
 class Popularity(Scored):

@@ -73,6 +73,7 @@ class ExpertCache:
         self.arena = torch.empty(residency.num_slots, stride, dtype=torch.uint8, device=device)
         self._moving: dict[int, Transfer] = {}  # slot -> the copy into it that nobody has waited for yet
         self._uses: dict[int, list[Use]] = {}
+        self._places: dict[tuple[int, int], Tensor] = {}  # (layer, slot) -> where a blob of the layer goes
         self._experts = [frozenset(blobs.experts) for blobs in contents.layers]
 
     def views(self, layer: int) -> dict[str, Tensor]:
@@ -199,7 +200,8 @@ class ExpertCache:
         """Copy an expert into a slot. A guess that was still on its way there is not wanted any more."""
         if (before := self._moving.pop(slot, None)) is not None:
             before.cancel()
-        into = self.arena[slot, : self.contents.blob_bytes(index)]
+        if (into := self._places.get((index, slot))) is None:
+            into = self._places[index, slot] = self.arena[slot, : self.contents.blob_bytes(index)]
         transfer = self._moving[slot] = self.copier.start((index, expert), into, is_demand)
         if self.copies is not None:
             self.copies.append(Copy(self._layers[index], expert, self._status.phase, is_demand, transfer))

@@ -98,15 +98,16 @@ class HostTier:
 
     def pieces(self, key: Key, into: Tensor) -> Iterator[int]:
         blob = self._blobs[key]
-        return _device_pieces(blob, into) if into.is_cuda else _memory_pieces(blob.numpy(), into.numpy())
+        return _device_pieces(blob, into) if into.is_cuda else _memory_pieces(blob, into)
 
 
-def _memory_pieces(source: Bytes, target: Bytes) -> Iterator[int]:
+def _memory_pieces(source: Tensor, target: Tensor) -> Iterator[int]:
     """By numpy, on this thread alone: torch would start threads that compete with those that compute."""
-    for first in range(0, len(source), PIECE_BYTES):
+    there, here = source.numpy(), target.numpy()
+    for first in range(0, len(there), PIECE_BYTES):
         if first:
             yield first
-        np.copyto(target[first : first + PIECE_BYTES], source[first : first + PIECE_BYTES])
+        np.copyto(here[first : first + PIECE_BYTES], there[first : first + PIECE_BYTES])
 
 
 def _device_pieces(source: Tensor, target: Tensor) -> Iterator[int]:
