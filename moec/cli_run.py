@@ -59,8 +59,8 @@ def run_command(
     ] = None,
     plan: Annotated[str | None, typer.Option(metavar="NAME", help="Which plan, where the file has several.")] = None,
     kernels: Annotated[
-        Literal["torch", "cpp", "interpret"],
-        typer.Option(help="cpp: C++, built once for the plan; interpret: Triton's, on the CPU."),
+        Literal["torch", "cpp", "triton", "interpret"],
+        typer.Option(help="cpp: C++, built once for the plan; triton: on a GPU; interpret: Triton's, on the CPU."),
     ] = "torch",
     weights: Annotated[Path | None, typer.Option(metavar="DIR", help="Model folder, in place of the file's.")] = None,
     logits: Annotated[
@@ -85,7 +85,6 @@ def run_command(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from moec.cli_work import prepare, work
     from moec.runtime.launch import prepare_fork, run_ranks
-    from moec.runtime.launch_rank import device_kind
     from moec.runtime.launch_torchrun import is_started_by_torchrun, run_as_rank
 
     if not (prompt or tokens or prompts):
@@ -102,9 +101,9 @@ def run_command(
         def as_rank(start: Start) -> None:
             job = prepare(options)
             mesh = job.artifact.prefill.mesh.describe()
-            work(start(job.num_ranks, mesh, device_kind(), job.digests), job)
+            work(start(job.num_ranks, mesh, job.device_kind, job.digests), job)
 
         run_as_rank(as_rank)
     prepare_fork()
     job = prepare(options)
-    run_ranks(lambda rank: work(rank, job), job.num_ranks, kind=device_kind())
+    run_ranks(lambda rank: work(rank, job), job.num_ranks, kind=job.device_kind)

@@ -27,6 +27,7 @@ from moec.cli_timeline import write_timeline
 from moec.compiler import compile
 from moec.diagnostics import MoecError, fail
 from moec.files import check_place, write_whole
+from moec.runtime.capturable import notes as graph_notes
 from moec.runtime.cpp_library import notes as kernel_notes
 from moec.runtime.expert_notes import OneNote, gather_counts
 from moec.runtime.generate import Request, collect_logits, generate
@@ -57,6 +58,7 @@ class Job:
     cache: CacheSettings
     as_json: bool
     weights_digest: str
+    device_kind: str
 
     @property
     def num_ranks(self) -> int:
@@ -78,9 +80,11 @@ class Job:
 
 def prepare(options: Options) -> Job:
     """Compile or load the program, find the weights and read the prompts. Raises what is wrong with any of them."""
+    kind = _kind_of_device(options)
     is_made = options.source.is_dir()
     artifact = load_artifact(options) if is_made else compile_file(options)
     bases = artifact.bases(options.source) if is_made else options.source.parent
+    _check_device(artifact, options, kind)
     folder = find_weights(artifact.document["weights"]["path"], bases, options.weights)
     assert folder is not None
     is_compiled = options.weights is None or not options.source.is_dir()
@@ -99,11 +103,32 @@ def prepare(options: Options) -> Job:
         if path is not None:
             check_place(path)
     check_prompts(prompts, options.max_new_tokens, read_limits(artifact))
-    for note in kernel_notes(artifact.programs, device_kind()):
+    notes = [f"{note}; torch's kernels serve" for note in kernel_notes(artifact.programs, kind)]
+    notes += graph_notes(artifact.programs, kind)
+    for note in notes:
         if os.environ.get("RANK", "0") == "0":
-            say(f"moec: note: {note}; torch's kernels serve")
+            say(f"moec: note: {note}")
     outputs = options.logits, options.timeline, options.record
-    return Job(artifact, folder, text, request, *outputs, cache, options.as_json, digest)
+    return Job(artifact, folder, text, request, *outputs, cache, options.as_json, digest, kind)
+
+
+def _kind_of_device(options: Options) -> str:
+    """cuda or cpu. Raises E0537 where Triton's kernels are asked for and there is no GPU."""
+    kind = device_kind()
+    if options.kernels == "triton" and kind == "cpu":
+        raise _no_gpu("`--kernels triton` needs a GPU, and PyTorch sees none")
+    return "cpu" if options.kernels == "interpret" else kind
+
+
+def _check_device(artifact: Artifact, options: Options, kind: str) -> None:
+    """Refuse to interpret by the way what was compiled for a GPU: it would take hours."""
+    if kind == "cpu" and options.kernels != "interpret" and artifact.document["target"] != "cpu":
+        raise _no_gpu(f"`{options.source}` was compiled for {artifact.document['target']}, and PyTorch sees no GPU")
+
+
+def _no_gpu(why: str) -> MoecError:
+    help = "install a PyTorch for your GPU, or `--kernels interpret` runs the same kernels on the CPU, very slowly"
+    return fail("E0537", why, help)
 
 
 def compile_file(options: Options) -> Artifact:

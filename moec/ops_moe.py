@@ -5,6 +5,7 @@ from __future__ import annotations
 from moec.ir import Dim
 from moec.layout import Partial, Placed, Replicate, Routed, Shard
 from moec.ops import (
+    ALL,
     CPP,
     Call,
     Op,
@@ -125,9 +126,9 @@ ROUTE = ("score", "top", "groups", "keep", "renormalize", "scale", "table")
 GROUPED = ("float", "i32", "float")
 
 register(Op("router_logits", ("float", "float"), _router_shape, rows_and_param, kernels=CPP))
-register(Op("route", ("fp32", "fp32"), _route_shape, rows_and_param, ROUTE, num_optional=1, num_results=2, kernels=CPP))
+register(Op("route", ("fp32", "fp32"), _route_shape, rows_and_param, ROUTE, num_optional=1, num_results=2, kernels=ALL))
 register(Op("moe", ("float", "i64", "fp32", *("float",) * 3), _moe_shape, _moe_place, ("table",), kernels=()))
-register(Op("grouped_linear", GROUPED, _grouped_shape, _grouped_place, kernels=CPP))
-register(Op("grouped_gate_up", GROUPED, _grouped_gate_up_shape, _grouped_gate_up_place, kernels=(*CPP, "triton")))
+register(Op("grouped_linear", GROUPED, _grouped_shape, _grouped_place, kernels=ALL))
+register(Op("grouped_gate_up", GROUPED, _grouped_gate_up_shape, _grouped_gate_up_place, kernels=ALL))
 register(Op("chunk_rows", ("any",), _chunk_shape, rowwise, ("parts", "index")))
 register(Op("join_rows", ("float",) * MOST_CHUNKS, _join_shape, _join_place, num_optional=MOST_CHUNKS - 1))

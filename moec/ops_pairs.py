@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from moec.ir import Dim
 from moec.layout import Partial, Replicate, Routed, Shard
-from moec.ops import CPP, Call, Op, Places, Shapes, base_symbol, refuse, register, symbol
+from moec.ops import ALL, TRITON, Call, Op, Places, Shapes, base_symbol, refuse, register, symbol
 from moec.ops_exchange import ROWS, group_size, rows_only, sum_of_parts
 
 
@@ -108,9 +108,9 @@ def _combine_place(call: Call, axis: str, places: Places) -> Places:
     return sum_of_parts(call, axis, rows, order, weights)
 
 
-register(Op("group_rows", ("float", "i64"), _group_shape, _group_place, ("table",), num_results=3, kernels=CPP))
-register(Op("reduce_rows", ROWS, _reduce_shape, _reduce_place, ("table",), kernels=CPP))
+register(Op("group_rows", ("float", "i64"), _group_shape, _group_place, ("table",), num_results=3, kernels=ALL))
+register(Op("reduce_rows", ROWS, _reduce_shape, _reduce_place, ("table",), kernels=ALL))
 register(Op("return_rows", ("float", "i64"), _return_shape, _return_place))
 register(Op("count_pairs", ("i64", "i64"), _pair_counts_shape, _alike))
 register(Op("pair_order", ("i64",), _pair_order_shape, _pair_order_place, ("table", "group"), num_results=2))
-register(Op("combine", ROWS, _combine_shape, _combine_place, ("table",)))
+register(Op("combine", ROWS, _combine_shape, _combine_place, ("table",), kernels=TRITON))

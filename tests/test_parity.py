@@ -153,15 +153,3 @@ def test_a_layer_cut_at_its_entry(
 def test_wider_expert_tensor_axis(exchange: str, folders: Path, tmp_path: Path) -> None:
     """etp wider than tp: tokens are gathered before their experts instead of cut."""
     _check(_random_case("qwen3_moe", folders), "dp=4,ep=2,etp=2", exchange, folders, tmp_path)
-
-
-def test_triton_kernel_serves_a_program(folders: Path, tmp_path: Path) -> None:
-    """The Triton kernel, interpreted on the CPU, gives what torch's gives through the same Program."""
-    case = _random_case("mixtral", folders)
-    prompts = [case.prompts[0]]
-    by_torch, by_triton = (
-        run(compile_checkpoint(case.folder, tmp_path, "ep=2", "flat", kernels), case.folder, tmp_path, prompts, 3)
-        for kernels in ("torch", "triton")
-    )
-    assert worst(by_triton.logits, by_torch.logits) < 5e-5
-    assert by_triton.tokens == by_torch.tokens

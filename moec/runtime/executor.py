@@ -18,6 +18,8 @@ from moec.diagnostics import fail
 from moec.ir import Param, Program
 from moec.layout import Placed
 from moec.runtime.context import DROPPED, DTYPES, Context
+from moec.runtime.cuda_graphs import Capture, Graphs
+from moec.runtime.device_flags import raise_faults
 from moec.runtime.groups import Group
 from moec.runtime.kernels import kernels_for
 from moec.runtime.launch_status import Status
@@ -76,16 +78,39 @@ class Executor:
         self._status = status or Status(rank)
         self._memo: dict[Hashable, Any] = {}
         self._has_run = False
+        self._graphs: Graphs | None = None
 
     def record(self, recorder: Watcher) -> None:
-        """Have kernel calls from now on recorded."""
+        """Have kernel calls from now on recorded; so each is made one by one."""
+        self._graphs = None
         self._kernels = recorder.watch(self._kernels, self.program)
+
+    def capture(self, capture: Capture) -> None:
+        """Run steps of fixed shape as graphs of kernels from now on. The program must have no `obstacle`."""
+        self._graphs = Graphs(self.program, self._compute, capture)
 
     @torch.inference_mode()
     def run(self, step: Step) -> Tensor:
         """Logits fp32 [L, V] of the rows the step selects. Every rank of the mesh must run its own step."""
         self._status.phase = self.program.phase
-        context = Context(
+        if self._graphs is not None:
+            logits = self._graphs.run(step)
+            if logits is not None:
+                raise_faults(self._context(step))
+                return logits
+        return self._compute(step)
+
+    def _compute(self, step: Step) -> Tensor:
+        """Kernel by kernel."""
+        context = self._context(step)
+        if self._has_run or step.tokens.device.type == "cpu":
+            return self._forward(self._kernels, self._weights, context).float()
+        self._has_run = True
+        with self._status.within("compile", "step"):  # the first step loads the device's libraries
+            return self._forward(self._kernels, self._weights, context).float()
+
+    def _context(self, step: Step) -> Context:
+        return Context(
             step=step,
             mesh=self.program.mesh,
             rank=self._rank,
@@ -96,11 +121,6 @@ class Executor:
             memo=self._memo,
             cache=self._cache,
         )
-        if self._has_run or step.tokens.device.type == "cpu":
-            return self._forward(self._kernels, self._weights, context).float()
-        self._has_run = True
-        with self._status.within("compile", "step"):  # the first step loads the device's libraries
-            return self._forward(self._kernels, self._weights, context).float()
 
     @property
     def dropped(self) -> dict[int, int]:

@@ -24,7 +24,7 @@ from moec.runtime.launch_status import Status
 from moec.runtime.messages import finish, gather, start
 from moec.runtime.sampling import Sampling, next_tokens
 from moec.runtime.schedule import Chunk, Limits, Wave, check_prompts, make_schedule
-from moec.runtime.step import Piece, Step, make_step
+from moec.runtime.step import Extent, Piece, Step, make_step
 
 _NONE = -1
 
@@ -103,7 +103,7 @@ class _Run:
             return
         self._take(wave, first)
         while any(self._is_live(prompt) for prompts in wave.prompts for prompt in prompts):
-            self._take(wave, self._decode(mine))
+            self._take(wave, self._decode(wave, mine))
 
     def _prefill(self, wave: Wave, mine: Sequence[int]) -> dict[int, int]:
         """Run the prompts of a wave; the first new token of each of this dp rank's prompts."""
@@ -135,7 +135,7 @@ class _Run:
             ends += [block[-1:]] if chunk.is_last else []
         return torch.cat([logits[:0], *ends])
 
-    def _decode(self, mine: Sequence[int]) -> dict[int, int]:
+    def _decode(self, wave: Wave, mine: Sequence[int]) -> dict[int, int]:
         """One step of this dp rank's live sequences; the new token of each, on the last stage.
 
         The sequences go in as many micro-batches as there are stages, so that the stages compute at the same time.
@@ -146,16 +146,25 @@ class _Run:
         for size in balanced(len(live), self.place.mesh.pp):
             batch, first = live[first : first + size], first + size
             pieces = [Piece(self.result.tokens[prompt][-1:], slot, self._length(prompt) - 1) for slot, prompt in batch]
-            logits = self._forward(self.model.decode, pieces)
+            logits = self._forward(self.model.decode, pieces, self._extent(wave))
             if self.is_last_stage:
                 new |= self._sample(logits, [prompt for _, prompt in batch])
         return new
 
-    def _forward(self, phase: Callable[[Step], Tensor], pieces: Sequence[Piece]) -> Tensor:
+    def _extent(self, wave: Wave) -> Extent | None:
+        """Of the decode step that comes next; none where sequences go in several micro-batches."""
+        live = [[prompt for prompt in prompts if self._is_live(prompt)] for prompts in wave.prompts]
+        if self.place.mesh.pp > 1:
+            return None
+        return Extent(max(map(len, live)), max(self._length(prompt) for prompts in live for prompt in prompts))
+
+    def _forward(
+        self, phase: Callable[[Step], Tensor], pieces: Sequence[Piece], extent: Extent | None = None
+    ) -> Tensor:
         self.place.status.step, self.place.status.layer = self.num_steps, None
         self.place.status.begin("step")
         self.num_steps += 1
-        return phase(make_step(pieces, self.place.device))
+        return phase(make_step(pieces, self.place.device, extent))
 
     def _sample(self, logits: Tensor, prompts: Sequence[int]) -> dict[int, int]:
         rows = [(prompt, self._length(prompt)) for prompt in prompts]

@@ -23,10 +23,14 @@ from moec.runtime import (
     kernels_torch,
     kernels_torch_attention,
     kernels_torch_exchange,
+    kernels_torch_fused,
     kernels_torch_moe,
     kernels_torch_pairs,
     kernels_torch_rope,
     kernels_triton,
+    kernels_triton_fused,
+    kernels_triton_route,
+    kernels_triton_rows,
 )
 from moec.runtime.context import Context
 from moec.runtime.cpp_library import Library, open_library
@@ -49,12 +53,18 @@ KERNELS: dict[str, dict[str, Kernel]] = {
         **_named(kernels_torch_exchange, "chunk_rows", "join_rows", "fan_out", "open_rows", "fan_in"),
         **_named(kernels_torch_pairs, "group_rows", "reduce_rows", "return_rows", "count_pairs", "pair_order"),
         **_named(kernels_torch_pairs, "combine"),
+        **_named(kernels_torch_fused, "group_pairs", "gathered_gate_up", "reduced_linear"),
         **_named(collectives, "exchange_counts", "all_to_all_start", "all_to_all_wait", "exchange_sizes"),
         **_named(collectives, "all_gather_rows", "reduce_scatter_rows", "all_reduce", "all_gather", "relayout"),
         **_named(collectives, "send", "receive", "sum_counts"),
         **_named(kernels_cache, "guess", "count_experts", "prefetch_start", "prefetch_wait", "cached_experts"),
     },
-    "triton": _named(kernels_triton, "grouped_gate_up"),
+    "triton": {
+        **_named(kernels_triton_route, "route"),
+        **_named(kernels_triton_rows, "group_rows", "reduce_rows", "combine"),
+        **_named(kernels_triton, "grouped_gate_up", "grouped_linear"),
+        **_named(kernels_triton_fused, "group_pairs", "gathered_gate_up", "reduced_linear"),
+    },
 }
 # Torch's serve where there is no library; `kernels_for` puts those of the plan's library in their place.
 KERNELS["cpp"] = {name: KERNELS["torch"][name] for name in kernels_cpp.KERNELS}
@@ -66,6 +76,8 @@ TIMED = {
     "gate_up": "dense",
     "grouped_gate_up": "experts",
     "grouped_linear": "experts",
+    "gathered_gate_up": "experts",
+    "reduced_linear": "experts",
     "cached_experts": "experts",
 }
 

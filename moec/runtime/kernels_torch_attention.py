@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moec.runtime.context import Context
-from moec.runtime.step import Step
+from moec.runtime.step import Fixed, Step
 
 #: Rows of a sequence that attend together when part of it is cached: bounds the mask, [rows, L].
 QUERY_ROWS = 512
@@ -27,9 +27,10 @@ QUERY_ROWS = 512
 class Reading:
     """Where the rows of a step, or of a chunk of it, lie in the KV memory; shared by the layers.
 
-    slots_T: KV slot of each row. lengths: places of each sequence that hold rows, the step's included. is_single: every
-    sequence has one row, so all are read together: place_BL are the places to read (beyond a sequence's end, its last
-    place again), mask_BL says which of them count (None: all have one length).
+    slots_T: KV slot of each row. lengths: places of each sequence that hold rows, the step's included; nothing where
+    the step is of fixed shape, which the device alone knows. is_single: every sequence has one row, so all are read
+    together: place_BL are the places to read (beyond a sequence's end, its last place again), mask_BL says which of
+    them count (None: all have one length).
     """
 
     step: Step
@@ -136,6 +137,8 @@ def reading_of(ctx: Context, chunk: Chunk) -> Reading:
 
 def _make_reading(step: Step) -> Reading:
     device = step.tokens.device
+    if step.fixed is not None:
+        return _fixed_reading(step, step.fixed)
     sizes = [stop - start for start, stop in zip(step.starts, step.starts[1:], strict=False)]
     lengths = tuple(cached + size for cached, size in zip(step.cached, sizes, strict=True))
     is_single = bool(sizes) and all(size == 1 for size in sizes)
@@ -147,6 +150,13 @@ def _make_reading(step: Step) -> Reading:
         mask_BL = (place_BL <= last_B).to(device) if len(set(lengths)) > 1 else None
         place_BL = torch.minimum(place_BL, last_B).to(device)
     return Reading(step, slots_T.to(device), lengths, is_single, place_BL, mask_BL)
+
+
+def _fixed_reading(step: Step, fixed: Fixed) -> Reading:
+    """Of a step of fixed shape, made on the device alone: as many places of each sequence as any may have."""
+    last_B1 = step.positions[:, None]
+    place_BL = torch.arange(fixed.reach, device=last_B1.device).expand(len(last_B1), -1)
+    return Reading(step, fixed.slots, (), True, torch.minimum(place_BL, last_B1), place_BL <= last_B1)
 
 
 def _append(ctx: Context, reading: Reading, **rows: Tensor) -> None:

@@ -71,20 +71,24 @@ def fan_out(
         there_P, origin_P = wanted_nN.nonzero(as_tuple=True)
     else:
         _check_room(ctx, counts_n, ids_Nk.shape[0], group, bound, drop)
-        there_P = torch.arange(num_ranks, device=x_ND.device).repeat_interleave(bound)
+        there_P = torch.arange(num_ranks * bound, device=x_ND.device) // bound
         origin_P = _seats(wanted_nN, bound)
     message_PW = _write(x_ND, ids_Nk, weights_Nk, there_Nk, there_P, origin_P)
     return message_PW, counts_n, origin_P
 
 
 def _seats(wanted_nN: Tensor, bound: int) -> Tensor:
-    """The row in each of a destination's `bound` seats, in row order: i64 [n * bound], -1 for an empty seat."""
-    num_ranks = wanted_nN.shape[0]
+    """The row in each of a destination's `bound` seats, in row order: i64 [n * bound], -1 for an empty seat.
+
+    Rows without a seat go to one behind the last: to pick out the others would wait for a GPU.
+    """
+    num_ranks, num_rows = wanted_nN.shape
     place_nN = wanted_nN.cumsum(1) - 1
-    there, row = (wanted_nN & (place_nN < bound)).nonzero(as_tuple=True)
-    origin_P = torch.full((num_ranks * bound,), -1, device=row.device)
-    origin_P[there * bound + place_nN[there, row]] = row
-    return origin_P
+    first_n1 = torch.arange(0, num_ranks * bound, bound, device=wanted_nN.device)[:, None]
+    seat_nN = torch.where(wanted_nN & (place_nN < bound), first_n1 + place_nN, num_ranks * bound)
+    origin_P = torch.full((num_ranks * bound + 1,), -1, device=wanted_nN.device)
+    row_nN = torch.arange(num_rows, device=wanted_nN.device).expand(num_ranks, -1)
+    return origin_P.scatter_(0, seat_nN.flatten(), row_nN.flatten())[:-1]
 
 
 def _check_room(ctx: Context, counts_n: Tensor, num_rows: int, group: str, bound: int, drop: bool) -> None:
@@ -143,10 +147,11 @@ def fan_in(ctx: Context, rows_PD: Tensor, origin_P: Tensor, ids_Nk: Tensor, *, t
     """
     if rows_PD.shape[0] != origin_P.shape[0]:
         raise lost_rows(ctx, f"{rows_PD.shape[0]} rows of `{table}` came back for {origin_P.shape[0]} messages")
-    (held_P,) = (origin_P >= 0).nonzero(as_tuple=True)
-    origin, order = origin_P[held_P].sort(stable=True)
-    ends_N = torch.bincount(origin, minlength=ids_Nk.shape[0]).cumsum(0)
-    return sums(rows_PD, held_P[order], ends_N)
+    num_rows = ids_Nk.shape[0]
+    home_P = torch.where(origin_P >= 0, origin_P, num_rows)  # empty seats last, in a sum of their own
+    home_P, order_P = home_P.sort(stable=True)
+    ends = torch.searchsorted(home_P, torch.arange(num_rows + 1, device=home_P.device), right=True)
+    return sums(rows_PD, order_P, ends)[:num_rows]
 
 
 # --- chunks of tokens ---------------------------------------------------------------------------------------------

@@ -39,8 +39,12 @@ def turns(ctx: Context, positions_T: Tensor, dim: int, theta: float, yarn: Yarn 
     key = ("rope", dim, theta, yarn, positions_T.data_ptr(), len(positions_T))
     known: tuple[Tensor, Tensor, Tensor] | None = ctx.step_memo.get(key)
     if known is None:
-        frequency_F, factor = frequencies(dim, theta, yarn)
-        angle_TF = positions_T.float()[:, None] * frequency_F.to(positions_T.device)
+        place = ("rope", dim, theta, yarn, positions_T.device)
+        if place not in ctx.memo:  # copied to the device once: in a graph of kernels it could not be
+            found, factor = frequencies(dim, theta, yarn)
+            ctx.memo[place] = found.to(positions_T.device), factor
+        frequency_F, factor = ctx.memo[place]
+        angle_TF = positions_T.float()[:, None] * frequency_F
         known = positions_T, angle_TF.cos() * factor, angle_TF.sin() * factor
         ctx.step_memo[key] = known
     return known[1:]

@@ -59,7 +59,7 @@ def grouped_linear(ctx: object, rows_RK: Tensor, offsets_M: Tensor, w_MNK: Tenso
 
 def _product(op: Projection, rows_RK: Tensor, offsets_M: Tensor, w_MLK: Tensor) -> Tensor:
     rows_RK = rows_RK.contiguous()
-    _check_fit(op, rows_RK, offsets_M, w_MLK)
+    check_fit(op, rows_RK, offsets_M, w_MLK)
     num_rows, experts = rows_RK.shape[0], w_MLK.shape[0]
     out_RN = rows_RK.new_empty((num_rows, w_MLK.shape[1] // op.sides))
     if num_rows and not experts:
@@ -173,8 +173,11 @@ def _target(device: torch.device) -> Target:
     return replace(TARGETS[near], shared_limit=properties.shared_memory_per_block_optin)
 
 
-def _check_fit(op: Projection, rows_RK: Tensor, offsets_M: Tensor, w_MLK: Tensor) -> None:
-    """Raise E0525 naming the first tensor that does not fit, before a kernel can read past one."""
+def check_fit(op: Projection, rows_RK: Tensor, offsets_M: Tensor, w_MLK: Tensor, pairs_X: Tensor | None = None) -> None:
+    """Raise E0525 naming the first tensor that does not fit, before a kernel can read past one.
+
+    `pairs_X`: where the rows at the experts are named by pairs, of which there are as many.
+    """
     if rows_RK.dim() != 2 or rows_RK.dtype not in DTYPES:
         raise _misfit(op, "rows", rows_RK, "[R, K] in fp32, fp16 or bf16")
     depth = rows_RK.shape[1]
@@ -183,13 +186,17 @@ def _check_fit(op: Projection, rows_RK: Tensor, offsets_M: Tensor, w_MLK: Tensor
         raise _misfit(op, "weights", w_MLK, f"[M, {lines}, {depth}] in {DTYPES[rows_RK.dtype].value}")
     if offsets_M.shape != w_MLK.shape[:1] or offsets_M.dtype != torch.int32:
         raise _misfit(op, "offsets", offsets_M, f"[{w_MLK.shape[0]}] in int32")
-    for name, tensor in (("rows", rows_RK), ("weights", w_MLK), ("offsets", offsets_M)):
+    num_rows = rows_RK.shape[0] if pairs_X is None else pairs_X.numel()
+    if pairs_X is not None and (pairs_X.dim() != 1 or pairs_X.dtype != torch.int64):
+        raise _misfit(op, "pairs", pairs_X, "[X] in int64")
+    given = {"rows": rows_RK, "weights": w_MLK, "offsets": offsets_M}
+    for name, tensor in (given if pairs_X is None else given | {"pairs": pairs_X}).items():
         if not tensor.is_contiguous() or tensor.device != rows_RK.device:
             raise _misfit(op, name, tensor, f"contiguous and on {rows_RK.device}")
     if offsets_M.device.type == "cpu" and offsets_M.numel():
         ends = [0, *offsets_M.tolist()]  # on a GPU this would wait for the device
-        if ends != sorted(ends) or ends[-1] > rows_RK.shape[0]:
-            raise _misfit(op, "offsets", offsets_M, f"ends that never fall and stay within {rows_RK.shape[0]} rows")
+        if ends != sorted(ends) or ends[-1] > num_rows:
+            raise _misfit(op, "offsets", offsets_M, f"ends that never fall and stay within {num_rows} rows")
 
 
 def _misfit(op: Projection, name: str, tensor: Tensor, wanted: str) -> Exception:

@@ -11,6 +11,8 @@ from moec.artifact import Artifact
 from moec.cache_files import CacheSettings
 from moec.checkpoint import Fingerprint, check_unchanged
 from moec.importer_match import check_declared
+from moec.runtime.capturable import obstacle
+from moec.runtime.cuda_graphs import CudaCapture
 from moec.runtime.executor import Executor, Watcher
 from moec.runtime.expert_cache import ExpertCache
 from moec.runtime.expert_session import open_cache
@@ -84,6 +86,8 @@ def open_session(
         Executor(program, tensors, kv, rank=rank.rank, groups=groups, status=rank.status, cache=cache)
         for program in programs
     )
+    if rank.device.type == "cuda" and not obstacle(programs[1]):
+        decode.capture(CudaCapture())
     limits = read_limits(artifact)
     return Session(Place(mesh, rank.rank, groups, rank.device, rank.status), limits, prefill, decode, cache)
 

@@ -28,12 +28,37 @@ class Piece:
     select: str = "last"
 
 
+@dataclass(frozen=True)
+class Extent:
+    """The largest of all dp ranks in one decode step, which every rank knows alike: rows, and tokens of a sequence.
+
+    A sequence's tokens are those behind it and the one of this step.
+    """
+
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Fixed:
+    """What makes the shapes of a decode step those of every other one: a graph of kernels needs that.
+
+    slots i64[T] on the device: the KV slot of each row, one row a sequence. Of each, the first `reach` places of KV
+    memory are read, those beyond its position without effect.
+    """
+
+    slots: Tensor
+    reach: int
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """The rows of one step, sequence after sequence.
 
     tokens, positions i64[T] on the device; select i64[L] on the device, ascending; slots and cached hold B numbers,
     starts B+1 row offsets: rows starts[b]..starts[b+1] belong to the sequence in KV slot slots[b].
+    `extent`: of a step in which every live sequence of this dp rank takes part. `fixed`: where it is given, the numbers
+    in slots and cached are only the most they can be.
     """
 
     tokens: Tensor
@@ -42,6 +67,8 @@ class Step:
     slots: tuple[int, ...]
     starts: tuple[int, ...]
     cached: tuple[int, ...]
+    extent: Extent | None = None
+    fixed: Fixed | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -66,10 +93,11 @@ class Step:
             slots=tuple(self.slots[b] for b, _, _ in held),
             starts=(0, *(stop - rows.start for _, _, stop in held)),
             cached=tuple(self.cached[b] + first - self.starts[b] for b, first, _ in held),
+            fixed=self.fixed and Fixed(self.fixed.slots[rows], self.fixed.reach),
         )
 
 
-def make_step(pieces: Sequence[Piece], device: torch.device | str = "cpu") -> Step:
+def make_step(pieces: Sequence[Piece], device: torch.device | str = "cpu", extent: Extent | None = None) -> Step:
     """The step that computes `pieces`, in order."""
     tokens: list[int] = []
     positions: list[int] = []
@@ -86,4 +114,4 @@ def make_step(pieces: Sequence[Piece], device: torch.device | str = "cpu") -> St
         return torch.tensor(values, dtype=torch.int64, device=device)
 
     slots, cached = tuple(piece.slot for piece in pieces), tuple(piece.cached for piece in pieces)
-    return Step(on_device(tokens), on_device(positions), on_device(select), slots, tuple(starts), cached)
+    return Step(on_device(tokens), on_device(positions), on_device(select), slots, tuple(starts), cached, extent)

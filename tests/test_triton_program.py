@@ -1,0 +1,135 @@
+"""Whole models whose routing and experts Triton's kernels serve, interpreted on the CPU, against torch's kernels.
+
+Tolerance: 5e-5 (fp32, max abs over logits of a few units); the greedy tokens are identical.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from moec import compiler
+from moec.artifact import Artifact
+from moec.compiler_kernels import Kernels
+from moec.ir import op_of
+from tests import checkpoints
+from tests.commands import moec
+from tests.parity import Outcome, compile_checkpoint, run, worst
+
+PROMPTS = ((5, 9, 3, 61, 20), (7, 2))
+NUM_TOKENS = 2
+SMALL = ("plan.prefill.tokens=8", "plan.decode.batch=2")
+#: What a sparse layer on one rank needs, on which no operation is left to torch.
+GATHERED = ("route", "group_pairs", "gathered_gate_up", "grouped_linear", "reduce_rows")
+SORTED = ("route", "group_rows", "grouped_gate_up", "grouped_linear", "reduce_rows")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("triton")
+
+
+@cache
+def _checkpoint(family: str, root: Path) -> Path:
+    checkpoints.make(family, root / family)
+    return root / family
+
+
+@cache
+def _by_torch(family: str, root: Path) -> Outcome:
+    """On one rank: what any mesh must give."""
+    folder = _checkpoint(family, root)
+    return run(compile_checkpoint(folder, root, None), folder, root, PROMPTS, NUM_TOKENS)
+
+
+def _served(artifact: Artifact, kernel: str) -> set[str]:
+    """Operations that a kernel serves, in both phases."""
+    nodes = (node for program in artifact.programs for _, node in program.nodes())
+    return {op_of(node).name for node in nodes if node.meta["kernel"] == kernel}
+
+
+#: Each family on one rank and with rows that travel; rows in padded messages in one.
+MESHES = [
+    *((family, None, "flat", GATHERED) for family in checkpoints.FAMILIES),
+    *((family, "ep=2", "flat", (*SORTED[:-1], "combine")) for family in checkpoints.FAMILIES),
+    ("qwen3_moe", "ep=2", "padded", SORTED),
+]
+
+
+@pytest.mark.parametrize(("family", "mesh", "exchange", "served"), MESHES)
+def test_a_models_logits_are_those_of_torch(
+    family: str, mesh: str | None, exchange: str, served: tuple[str, ...], folders: Path, tmp_path: Path
+) -> None:
+    """Prefill and decode, on softmax and on DeepSeek-V3's gate with groups and bias; experts that do not divide."""
+    folder = _checkpoint(family, folders)
+    artifact = compile_checkpoint(folder, tmp_path, mesh, exchange, "triton", *SMALL)
+    assert _served(artifact, "triton") == set(served)
+    found = run(artifact, folder, tmp_path, PROMPTS, NUM_TOKENS)
+    wanted = _by_torch(family, folders)
+    assert worst(found.logits, wanted.logits) < 5e-5
+    assert found.tokens == wanted.tokens
+
+
+def test_sums_in_any_order_are_added_as_they_come(folders: Path, tmp_path: Path) -> None:
+    folder = _checkpoint("mixtral", folders)
+    artifact = compile_checkpoint(folder, tmp_path, None, "flat", "triton", "plan.sums=any", *SMALL)
+    assert _served(artifact, "triton") == {*GATHERED[:-2], "reduced_linear"}
+    found = run(artifact, folder, tmp_path, PROMPTS, NUM_TOKENS)
+    wanted = _by_torch("mixtral", folders)
+    assert worst(found.logits, wanted.logits) < 5e-5
+    assert found.tokens == wanted.tokens
+
+
+def test_torchs_kernels_serve_the_same_program(folders: Path, tmp_path: Path) -> None:
+    """Of every operation that Triton serves there is torch's, also of those that only a Triton program has."""
+    folder = _checkpoint("qwen3_moe", folders)
+    artifact = compile_checkpoint(folder, tmp_path, None, "flat", "triton", "plan.decode.sums=any")
+    before = Counter(op_of(node).name for program in artifact.programs for _, node in program.nodes())
+    for program in artifact.programs:
+        for _, node in program.nodes():
+            node.meta["kernel"] = "torch"
+    assert {*GATHERED, "reduced_linear"} <= set(before)
+    found = run(artifact, folder, tmp_path, PROMPTS, NUM_TOKENS)
+    wanted = _by_torch("qwen3_moe", folders)
+    assert worst(found.logits, wanted.logits) < 5e-5
+    assert found.tokens == wanted.tokens
+
+
+# --- moec run ----------------------------------------------------------------------------------------------------
+
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_run_interprets_on_the_cpu(tiny: Path) -> None:
+    """`--kernels interpret` recompiles for Triton, and gives torch's tokens."""
+    asked = (str(tiny), "--tokens", "1,2,3", "--max-new-tokens", "1", "--json")
+    plain, interpreted = (
+        moec("run", *asked, "--kernels", kernels, env=NO_GPU).wait() for kernels in ("torch", "interpret")
+    )
+    assert interpreted.code == 0, interpreted.err
+    assert interpreted.out == plain.out
+
+
+def test_run_with_triton_wants_a_gpu(tiny: Path) -> None:
+    done = moec("run", str(tiny), "--tokens", "1,2", "--kernels", "triton", env=NO_GPU).wait()
+    assert done.code == 4 and len(done.error_lines) == 1
+    page = (Path(__file__).parent.parent / "specs" / "errors" / "E0537.md").read_text()
+    assert done.error_lines[0] in page
+
+
+def test_run_wants_a_gpu_for_what_was_compiled_for_one(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "compile_kernels", lambda programs, target: Kernels())
+    compiler.compile(tiny, target="cuda:90").save(tmp_path / "build")
+    done = moec("run", str(tmp_path / "build"), "--tokens", "1,2", env=NO_GPU).wait()
+    assert done.code == 4 and "E0537" in done.err and "was compiled for cuda:90" in done.err
+
+
+@pytest.fixture
+def tiny() -> Path:
+    """The example that has its weights beside it."""
+    return Path(__file__).parent.parent / "examples" / "tiny" / "tiny.moe"
