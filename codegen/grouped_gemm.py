@@ -170,6 +170,11 @@ class GroupedGemm:
         return self.depth % self.tiles[0].k != 0
 
     @property
+    def is_wide_ragged(self) -> bool:
+        """Whether the last column tile reaches past the result's columns."""
+        return self.width % self.tiles[0].n != 0
+
+    @property
     def is_cuda(self) -> bool:
         return self.target.text.startswith("cuda")
 
@@ -240,10 +245,11 @@ def specialise(
             f"a grouped {op.value} kernel cannot serve {experts} experts of hidden {hidden} and inner {inner}",
             "each must be at least 1 and hidden * inner below 2^31",
         )
-    depth, width, sides = (hidden, inner, 2) if op is Projection.GATE_UP else (inner, hidden, 1)
+    depth, width = (hidden, inner) if op is Projection.GATE_UP else (inner, hidden)
     if form is None:
         form = Form.TMA if target.has_tma and descriptor_depth(depth, dtype) else Form.POINTER
-    blocking = default_blocking(depth, width, sides, dtype, target, form, rows_per_expert)
+    is_added = store is Store.ACCUMULATED
+    blocking = default_blocking(depth, width, op.sides, dtype, target, form, rows_per_expert, is_added)
     return GroupedGemm(
         op, hidden, inner, experts, top, dtype, weights, rows, store, form,
         blocking.tiles, blocking.warps, blocking.programs, Comment(target.name), Comment(blocking.reason),

@@ -95,7 +95,14 @@ class Blocking:
 
 
 def default_blocking(
-    depth: int, width: int, sides: int, dtype: Dtype, target: Target, form: Form, rows_per_expert: int
+    depth: int,
+    width: int,
+    sides: int,
+    dtype: Dtype,
+    target: Target,
+    form: Form,
+    rows_per_expert: int,
+    is_accumulated: bool = False,
 ) -> Blocking:
     """What a kernel uses where nothing was measured: large tiles for prompts, thin ones that stream weights for decode.
 
@@ -107,6 +114,8 @@ def default_blocking(
     if form is Form.TMA:
         k = descriptor_depth(depth, dtype, tiles[0].k)
     n = min(tiles[0].n, _power_of_two(width))
+    if is_accumulated and form is Form.POINTER:  # adding takes an address for each result: n columns of them spill
+        n = max(MIN_SIDE, n // 2)
     stages = min(4, tiles[0].stages * max(1, tiles[0].k // k))
     wanted = tuple(replace(tile, n=n, k=k, stages=stages) for tile in tiles)
     tiles, needed = wanted, _shared_bytes(wanted, sides, dtype, target)
