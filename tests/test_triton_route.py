@@ -108,6 +108,21 @@ def test_groups_are_chosen_as_torch_chooses_them(shape: tuple[int, int, int, int
         torch.testing.assert_close(weights, wanted[1], rtol=1e-5, atol=0)
 
 
+def test_a_groups_two_best_may_be_equal() -> None:
+    """0.6 + 0.6 in group 0 is more than 0.7 + 0.4 in group 1."""
+    scores = torch.tensor([[0.6, 0.6, 0.1, 0.4, 0.7, 0.1]])
+    ids, _ = choose(scores.logit(), torch.zeros(6), score="sigmoid", groups=2, keep=1)
+    assert ids.tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize("shift", [-1000.0, 1000.0])
+def test_softmax_of_large_logits_is_that_of_small_ones(shift: float) -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    ids, weights = choose(logits + shift, renormalize=False)
+    assert ids.tolist() == [[0, 1]]
+    assert weights[0].tolist() == pytest.approx([0.643914, 0.236883], abs=1e-6)
+
+
 def test_b12_bias_is_not_in_the_weights() -> None:
     ids, weights = choose(torch.tensor([[1.0, 0.0, -1.0, -2.0]]), torch.tensor([0.0, 0.0, 1.0, 1.0]), score="sigmoid")
     assert ids.tolist() == [[2, 3]]
