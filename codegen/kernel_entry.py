@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moec.codegen.devices import Device, Occupancy, occupancy
+from moec.codegen.kernel_choice import write_choice
 from moec.codegen.kernel_cost import GemmCost, match_loops
 from moec.codegen.kernel_select import Choice, describe
 from moec.codegen.kernel_store import Compiled
@@ -13,8 +14,8 @@ from moec.codegen.layer_cost import RowsCost
 from moec.codegen.targets import find_target
 
 
-def gemm_entry(choice: Choice, device: Device) -> dict[str, Any]:
-    """A grouped GEMM, chosen and costed."""
+def gemm_entry(choice: Choice, device: Device, rows_per_expert: int) -> dict[str, Any]:
+    """A grouped GEMM, chosen for about so many rows an expert, and costed."""
     values, kernel, cost = choice.values, choice.kernel, choice.cost
     assert cost.occupancy is not None
     pairs = zip(values.tiles, match_loops(values, kernel.code.loops), strict=True)
@@ -23,6 +24,7 @@ def gemm_entry(choice: Choice, device: Device) -> dict[str, Any]:
         "launches": 1,
         "form": values.form.value,
         "tiles": describe(values),
+        "choice": write_choice(values, rows_per_expert),
         "matrix": [
             {
                 "rows": tile.m,

@@ -116,21 +116,28 @@ def compile_kernels(programs: Iterable[Program], target: str) -> Kernels:
 
 def _add_gemm(kernels: Kernels, use: Use, target: Target, chosen: dict[object, Choice]) -> None:
     """Choose the tiles for each number of experts that a rank may hold."""
-    op, source, store = GEMMS[use.op]
-    _, out, inner = use.shape(3 if source is RowSource.GATHERED else 2)
-    sizes = (int(inner), int(out) // 2) if op is Projection.GATE_UP else (int(out), int(inner))
     device = device_of(use.program, target)
     for held in _held(use):
-        rows = np.resize(use.load.rows, held) if len(use.load.rows) else np.zeros(held, dtype=np.int64)
-        mean = max(1, -(-int(rows.sum()) // held))
-        wanted = specialise(
-            op, *sizes, held, use.dtype, target, top=use.load.top, rows=source, store=store, rows_per_expert=mean
-        )
+        rows = np.resize(use.load.rows, held)
+        wanted = wanted_gemm(use, target, held)
         key = (wanted, rows.tobytes(), use.load.tokens, device)
         if key not in chosen:
             chosen[key] = select(candidates(wanted), rows, use.load.tokens, device, compile_gemm)
         choice = chosen[key]
         kernels.add(use, choice.values, [("grouped_gemm", choice.kernel)], gemm_entry(choice, device))
+
+
+def wanted_gemm(use: Use, target: Target, held: int | None = None) -> GroupedGemm:
+    """The kernel that a grouped product is given without a search, where a rank holds `held` experts."""
+    op, source, store = GEMMS[use.op]
+    _, lines, depth = use.shape(_weights_at(use))
+    width = int(lines) // op.sides
+    hidden, inner = (int(depth), width) if op is Projection.GATE_UP else (width, int(depth))
+    experts = held or _held(use)[-1]
+    mean = max(1, -(-int(use.load.rows.sum()) // max(1, len(use.load.rows))))
+    return specialise(
+        op, hidden, inner, experts, use.dtype, target, top=use.load.top, rows=source, store=store, rows_per_expert=mean
+    )
 
 
 def compile_gemm(values: GroupedGemm) -> Compiled:
@@ -143,8 +150,13 @@ def compile_gemm(values: GroupedGemm) -> Compiled:
 def _held(use: Use) -> list[int]:
     """Numbers of experts that ranks hold of the operation's table: kernels are made for each."""
     counts = {count for table in use.program.placements.values() for count in table.counts if count}
-    held = use.shape(3 if use.op == "gathered_gate_up" else 2)[0]
+    held = use.shape(_weights_at(use))[0]
     return [held] if isinstance(held, int) else sorted(counts)
+
+
+def _weights_at(use: Use) -> int:
+    """Place of the weights among the operation's operands."""
+    return 3 if use.op == "gathered_gate_up" else 2
 
 
 def _add_moving(kernels: Kernels, use: Use, target: Target) -> None:

@@ -16,6 +16,7 @@ from moec.runtime.launch_status import Status
 from moec.runtime.step import Step
 
 if TYPE_CHECKING:
+    from moec.codegen.kernel_choice import Chosen, Product
     from moec.runtime.expert_cache import ExpertCache
 
 #: The torch dtype of each dtype of a Program.
@@ -30,7 +31,8 @@ class Context:
     """The context of one step, or (after `at`) of one layer in it.
 
     `states`: layer -> name -> KV memory [slots, context, ...]. `step_memo` and `memo` keep what kernels derive from the
-    step alone and from the program alone, so that the layers share it. `cache`: where not all experts fit.
+    step alone and from the program alone, so that the layers share it. `cache`: where not all experts fit. `chosen`:
+    tiles that Triton kernels have instead of their defaults.
     """
 
     step: Step
@@ -44,6 +46,7 @@ class Context:
     step_memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     layer: int | None = None
     cache: ExpertCache | None = None
+    chosen: Mapping[Product, Chosen] = field(default_factory=dict)
 
     def at(self, layer: int) -> Context:
         """The context of one layer; a rank that dies from here on says so by that layer."""

@@ -26,6 +26,7 @@ from moec.runtime.launch_status import Status
 from moec.runtime.step import Step
 
 if TYPE_CHECKING:
+    from moec.codegen.kernel_choice import Chosen, Product
     from moec.runtime.expert_cache import ExpertCache
 
 
@@ -63,11 +64,12 @@ class Executor:
         groups: Mapping[str, Group] | None = None,
         status: Status | None = None,
         cache: ExpertCache | None = None,
+        chosen: Mapping[Product, Chosen] | None = None,
     ) -> None:
         """`tensors`: this rank's parts by full name (`layers.3.attention.q`), as `weights.load_rank` gives them.
 
         `kv`: layer -> state name -> memory [slots, context, ...], which steps append to. `cache`: has the experts that
-        the program wants from slots, which are not among `tensors`.
+        the program wants from slots, which are not among `tensors`. `chosen`: tiles of Triton kernels.
         """
         self.program = program
         device = next((tensor.device.type for tensor in tensors.values()), "cpu")
@@ -77,7 +79,7 @@ class Executor:
         self._kv, self._groups, self._rank = kv, groups or {}, rank
         self._status = status or Status(rank)
         self._memo: dict[Hashable, Any] = {}
-        self._has_run = False
+        self._has_run, self._chosen = False, chosen or {}
         self._graphs: Graphs | None = None
 
     def record(self, recorder: Watcher) -> None:
@@ -120,6 +122,7 @@ class Executor:
             status=self._status,
             memo=self._memo,
             cache=self._cache,
+            chosen=self._chosen,
         )
 
     @property

@@ -25,11 +25,13 @@ from moec.codegen.grouped_gemm import (
     render_grouped_gemm,
     specialise,
 )
+from moec.codegen.kernel_choice import with_choice
 from moec.codegen.kernel_module import load_kernel
 from moec.codegen.offline import FP_FUSION
 from moec.codegen.targets import TARGETS, Dtype, Target
 from moec.codegen.tiles import Form, size_class
 from moec.diagnostics import fail
+from moec.runtime.context import Context
 
 DTYPES = {torch.float32: Dtype.FP32, torch.float16: Dtype.FP16, torch.bfloat16: Dtype.BF16}
 #: The device whose kernel the interpreter runs: it covers both forms, descriptors and pointers.
@@ -42,22 +44,22 @@ INTERPRETED_PROGRAMS = 2
 LOG = logging.getLogger("moec")
 
 
-def grouped_gate_up(ctx: object, rows_RD: Tensor, offsets_M: Tensor, w_MGD: Tensor) -> Tensor:
+def grouped_gate_up(ctx: Context | None, rows_RD: Tensor, offsets_M: Tensor, w_MGD: Tensor) -> Tensor:
     """silu(rows @ gate.T) * (rows @ up.T), each row with its expert's weights: [R, I], accumulated in fp32.
 
     `rows_RD` holds the rows expert by expert; `offsets_M` (int32) the end of each expert's rows; `w_MGD`, with
     G = 2 I, each expert's I rows of gate, then its I rows of up. Rows after the last end give zeros. Raises
     `MoecError` E0525 for tensors that do not fit together and E0520 without Triton.
     """
-    return _product(Projection.GATE_UP, rows_RD, offsets_M, w_MGD)
+    return _product(ctx, Projection.GATE_UP, rows_RD, offsets_M, w_MGD)
 
 
-def grouped_linear(ctx: object, rows_RK: Tensor, offsets_M: Tensor, w_MNK: Tensor) -> Tensor:
+def grouped_linear(ctx: Context | None, rows_RK: Tensor, offsets_M: Tensor, w_MNK: Tensor) -> Tensor:
     """rows @ w[m].T for the rows of each expert m: [R, N]. Rows, ends, zeros and errors as in `grouped_gate_up`."""
-    return _product(Projection.DOWN, rows_RK, offsets_M, w_MNK)
+    return _product(ctx, Projection.DOWN, rows_RK, offsets_M, w_MNK)
 
 
-def _product(op: Projection, rows_RK: Tensor, offsets_M: Tensor, w_MLK: Tensor) -> Tensor:
+def _product(ctx: Context | None, op: Projection, rows_RK: Tensor, offsets_M: Tensor, w_MLK: Tensor) -> Tensor:
     rows_RK = rows_RK.contiguous()
     check_fit(op, rows_RK, offsets_M, w_MLK)
     num_rows, experts = rows_RK.shape[0], w_MLK.shape[0]
@@ -65,12 +67,13 @@ def _product(op: Projection, rows_RK: Tensor, offsets_M: Tensor, w_MLK: Tensor) 
     if num_rows and not experts:
         return out_RN.zero_()
     if num_rows:
-        values = specialise_for(op, rows_RK, w_MLK, num_rows)
+        values = specialise_for(ctx, op, rows_RK, w_MLK, num_rows)
         launch_grouped_gemm(values, rows_RK, offsets_M, w_MLK, out_RN)
     return out_RN
 
 
 def specialise_for(
+    ctx: Context | None,
     op: Projection,
     rows_RK: Tensor,
     w_MLK: Tensor,
@@ -80,15 +83,16 @@ def specialise_for(
     rows: RowSource = RowSource.SORTED,
     store: Store = Store.PLAIN,
 ) -> GroupedGemm:
-    """The default kernel for these tensors and about `num_rows` rows at their experts, whose number may be 0."""
+    """The kernel for these tensors and about `num_rows` rows at their experts: the context's choice, or the default."""
     experts, depth = w_MLK.shape[0], w_MLK.shape[2]
     width = w_MLK.shape[1] // op.sides
     hidden, inner = (depth, width) if op is Projection.GATE_UP else (width, depth)
     is_aligned = all(tensor.data_ptr() % TMA_ALIGNMENT == 0 for tensor in (rows_RK, w_MLK))
     rows_per_expert = size_class(-(-num_rows // experts))
-    dtype, target = DTYPES[rows_RK.dtype], _target(rows_RK.device)
+    dtype, target = DTYPES[rows_RK.dtype], target_of(rows_RK.device)
     form = None if is_aligned else Form.POINTER
-    return _specialise(op, hidden, inner, experts, dtype, target, top, rows, store, rows_per_expert, form)
+    values = _specialise(op, hidden, inner, experts, dtype, target, top, rows, store, rows_per_expert, form)
+    return values if ctx is None else with_choice(values, rows_per_expert, ctx.chosen)
 
 
 def launch_grouped_gemm(
@@ -161,7 +165,7 @@ def _specialise(
     return values
 
 
-def _target(device: torch.device) -> Target:
+def target_of(device: torch.device) -> Target:
     """The target to specialise for: the nearest known architecture, with the shared memory this device has."""
     if device.type != "cuda":
         return INTERPRETED_TARGET

@@ -47,7 +47,9 @@ def gathered_gate_up(
     check_fit(Projection.GATE_UP, rows_RD, offsets_M, w_MGD, pairs_X)
     out_XI = rows_RD.new_empty((pairs_X.shape[0], w_MGD.shape[1] // 2))
     if out_XI.numel():
-        values = specialise_for(Projection.GATE_UP, rows_RD, w_MGD, pairs_X.shape[0], top=top, rows=RowSource.GATHERED)
+        values = specialise_for(
+            ctx, Projection.GATE_UP, rows_RD, w_MGD, pairs_X.shape[0], top=top, rows=RowSource.GATHERED
+        )
         launch_grouped_gemm(values, rows_RD, offsets_M, w_MGD, out_XI, pairs_X)
     return out_XI
 
@@ -68,7 +70,9 @@ def reduced_linear(
     ctx.step_memo.pop((PLACES, id(pairs_X)), None)
     sums_RD = torch.zeros((num_rows, w_MDI.shape[1]), dtype=torch.float32, device=rows_XI.device)
     if rows_XI.numel() and sums_RD.numel():
-        values = specialise_for(Projection.DOWN, rows_XI, w_MDI, rows_XI.shape[0], top=top, store=Store.ACCUMULATED)
+        values = specialise_for(
+            ctx, Projection.DOWN, rows_XI, w_MDI, rows_XI.shape[0], top=top, store=Store.ACCUMULATED
+        )
         launch_grouped_gemm(values, rows_XI, offsets_M, w_MDI, sums_RD, pairs_X, weights_Rk.flatten())
     if rows_XI.dtype is torch.float16:
         largest = torch.finfo(torch.float16).max

@@ -10,6 +10,8 @@ from torch import Tensor
 from moec.artifact import Artifact
 from moec.cache_files import CacheSettings
 from moec.checkpoint import Fingerprint, check_unchanged
+from moec.codegen.kernel_choice import Chosen, Product, read_choices
+from moec.diagnostics import fail
 from moec.importer_match import check_declared
 from moec.runtime.capturable import obstacle
 from moec.runtime.cuda_graphs import CudaCapture
@@ -18,6 +20,7 @@ from moec.runtime.expert_cache import ExpertCache
 from moec.runtime.expert_session import open_cache
 from moec.runtime.generate import Place
 from moec.runtime.groups import make_groups
+from moec.runtime.kernels_triton import target_of
 from moec.runtime.kv import allocate_kv
 from moec.runtime.launch_rank import Rank
 from moec.runtime.schedule import Limits
@@ -82,14 +85,23 @@ def open_session(
     kv = allocate_kv(programs[0], rank.device)
     before = sum(len(earlier[0].sparse_layers) for earlier in artifact.stages[:stage])
     cache = open_cache(programs, sources, rank, settings or CacheSettings(), before, read)
+    chosen = _read_choices(artifact, rank)
     prefill, decode = (
-        Executor(program, tensors, kv, rank=rank.rank, groups=groups, status=rank.status, cache=cache)
+        Executor(program, tensors, kv, rank=rank.rank, groups=groups, status=rank.status, cache=cache, chosen=chosen)
         for program in programs
     )
     if rank.device.type == "cuda" and not obstacle(programs[1]):
         decode.capture(CudaCapture())
     limits = read_limits(artifact)
     return Session(Place(mesh, rank.rank, groups, rank.device, rank.status), limits, prefill, decode, cache)
+
+
+def _read_choices(artifact: Artifact, rank: Rank) -> dict[Product, Chosen]:
+    """Tiles that were chosen at compile time for this device. Raises E0771 for some that cannot be read."""
+    try:
+        return read_choices(artifact.document["kernels"], target_of(rank.device).name)
+    except ValueError as error:
+        raise fail("E0771", f"plan.json cannot be used: {error}", "compile the `.moe` file again") from None
 
 
 def check_weights(artifact: Artifact, folder: Path, is_compiled: bool) -> Fingerprint:
