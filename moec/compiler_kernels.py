@@ -124,7 +124,7 @@ def _add_gemm(kernels: Kernels, use: Use, target: Target, chosen: dict[object, C
         if key not in chosen:
             chosen[key] = select(candidates(wanted), rows, use.load.tokens, device, compile_gemm)
         choice = chosen[key]
-        kernels.add(use, choice.values, [("grouped_gemm", choice.kernel)], gemm_entry(choice, device))
+        kernels.add(use, choice.values, [("grouped_gemm", choice.kernel)], gemm_entry(choice, device, _mean_rows(use)))
 
 
 def wanted_gemm(use: Use, target: Target, held: int | None = None) -> GroupedGemm:
@@ -134,10 +134,16 @@ def wanted_gemm(use: Use, target: Target, held: int | None = None) -> GroupedGem
     width = int(lines) // op.sides
     hidden, inner = (int(depth), width) if op is Projection.GATE_UP else (width, int(depth))
     experts = held or _held(use)[-1]
-    mean = max(1, -(-int(use.load.rows.sum()) // max(1, len(use.load.rows))))
     return specialise(
-        op, hidden, inner, experts, use.dtype, target, top=use.load.top, rows=source, store=store, rows_per_expert=mean
-    )
+        op, hidden, inner, experts, use.dtype, target, top=use.load.top, rows=source, store=store,
+        rows_per_expert=_mean_rows(use),
+    )  # fmt: skip
+
+
+def _mean_rows(use: Use) -> int:
+    """Rows of an expert in a full step."""
+    rows = use.load.rows
+    return max(1, -(-int(rows.sum()) // max(1, len(rows))))
 
 
 def compile_gemm(values: GroupedGemm) -> Compiled:
