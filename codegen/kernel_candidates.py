@@ -14,7 +14,10 @@ from moec.codegen.devices import device_for
 from moec.codegen.grouped_gemm import GroupedGemm
 from moec.codegen.renderer import Comment
 from moec.codegen.targets import Target, find_target
-from moec.codegen.tiles import MIN_SIDE
+from moec.codegen.tiles import MIN_SIDE, Tile
+
+#: Rows of a wide tile.
+WIDE_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -52,14 +55,19 @@ def candidates(wanted: GroupedGemm) -> list[GroupedGemm]:
 
 
 def _shaped(wanted: GroupedGemm, shape: _Shape, target: Target) -> Iterator[GroupedGemm]:
-    """`wanted` in another shape, where it has the bodies that the shape is for and the shape fits."""
+    """`wanted` in another shape, where that fits it."""
     n = shape.columns // wanted.sides
     k = shape.depth * 2 // wanted.dtype.num_bytes
-    if shape.is_wide != wanted.has_wide or n > _power_of_two(wanted.width) or k > _power_of_two(wanted.depth):
+    if n > _power_of_two(wanted.width) or k > _power_of_two(wanted.depth):
+        return
+    rows = [(tile.m, tile.swapped) for tile in wanted.tiles if shape.is_wide or tile.swapped]
+    if shape.is_wide and not wanted.has_wide:
+        rows.insert(0, (WIDE_ROWS, False))
+    if not rows or len(rows) == 2:  # steps of one row tile get no wide one
         return
     if wanted.tiles[0].k != k and wanted.depth % k and not wanted.depth % wanted.tiles[0].k:
         return  # a depth of whole steps stays one
-    tiles = tuple(replace(tile, n=n, k=k, stages=shape.stages) for tile in wanted.tiles)
+    tiles = tuple(Tile(m, n, k, is_swapped, shape.stages) for m, is_swapped in rows)
     values = replace(wanted, tiles=tiles, warps=shape.warps, fallback=Comment(""))
     if (needed := values.shared_bytes(target)) <= target.shared_limit:
         device = device_for(target)
