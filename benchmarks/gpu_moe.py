@@ -8,7 +8,8 @@
    bytes over bandwidth and operations over peak), what is published (`gpu_moe_layers.py`), and what is asked for.
 
 Takes under 4 minutes on an H200. Needs a GPU, torch >= 2.11, triton >= 3.6, jinja2, networkx and lark; moec need not be
-installed. `--kernels-on-cpu` runs step 1 for a small layer in Triton's interpreter instead.
+installed. Without a GPU, `--kernels-on-cpu` runs step 1 for a small layer in Triton's interpreter, and `--predict`
+prints what moec's cost model says of the kernels that it chooses for an H200 (two minutes of compiling).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ if not any(Path(place, "codegen").is_dir() for place in moec.__path__):
 import torch  # noqa: E402
 from gpu_moe_kernels import Experts, Forward, LayerKernels, forms_of, make_experts, one_rank, peer, reference  # noqa: E402
 from gpu_moe_layers import LAYERS, PUBLISHED, ROUTINGS, TOKENS, WANTED, Layer, choices, expert_loads  # noqa: E402
+from gpu_moe_predict import predictions  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from moec.codegen.devices import DEVICES  # noqa: E402
@@ -68,7 +70,7 @@ def inputs(layer: Layer, tokens: int, routing: str, device: torch.device, seed: 
     generator = torch.Generator(device).manual_seed(seed)
     x_TD = torch.randn(tokens, layer.hidden, dtype=torch.bfloat16, device=device, generator=generator)
     weights_Tk = torch.rand(tokens, layer.top, device=device, generator=generator) + 0.1
-    ids_Tk = choices(layer, expert_loads(layer, tokens, routing, seed), tokens, device, seed)
+    ids_Tk = choices(layer, expert_loads(layer, tokens, routing), tokens, device, seed)
     return x_TD, ids_Tk, weights_Tk / weights_Tk.sum(dim=1, keepdim=True)
 
 
@@ -197,17 +199,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=225, help="no case begins later than this")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     parser.add_argument("--kernels-on-cpu", action="store_true", help="check the kernels in Triton's interpreter only")
+    parser.add_argument("--predict", action="store_true", help="predict the times of bf16 layers, without a GPU")
     options = parser.parse_args()
     wanted = options.layers.split(",")
     if unknown := set(wanted) - set(names):
         parser.error(f"there is no layer {', '.join(sorted(unknown))}; layers are {', '.join(names)}")
+    chosen = [layer for layer in LAYERS if layer.name in wanted]
     if options.kernels_on_cpu:
         found = on_cpu()
         print(json.dumps(found))
+    elif options.predict:
+        found = {"predicted": [asdict(one) for one in predictions(chosen)]}
     elif not torch.cuda.is_available():
-        parser.error("there is no GPU here; `--kernels-on-cpu` checks the kernels in Triton's interpreter")
+        parser.error("there is no GPU here; `--kernels-on-cpu` and `--predict` need none")
     else:
-        chosen = [layer for layer in LAYERS if layer.name in wanted]
         found = on_gpu(chosen, time.monotonic() + options.seconds, lambda text: print(text, flush=True))
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))

@@ -85,15 +85,17 @@ class LayerKernels:
         pairs = found.pairs if found.rows is None else None
         source = RowSource.GATHERED if found.rows is None else RowSource.SORTED
         act_XI = x_TD.new_empty((found.pairs.numel(), self.layer.inner))
-        values = specialise_for(Projection.GATE_UP, rows, gate_up, act_XI.shape[0], top=top, rows=source)
+        values = specialise_for(None, Projection.GATE_UP, rows, gate_up, act_XI.shape[0], top=top, rows=source)
         launch_grouped_gemm(values, rows, found.offsets, gate_up, act_XI, pairs)
         if self.form == "accumulated":
             sums_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
-            values = specialise_for(Projection.DOWN, act_XI, down, act_XI.shape[0], top=top, store=Store.ACCUMULATED)
+            values = specialise_for(
+                None, Projection.DOWN, act_XI, down, act_XI.shape[0], top=top, store=Store.ACCUMULATED
+            )
             launch_grouped_gemm(values, act_XI, found.offsets, down, sums_TD, found.pairs, weights_Tk.flatten())
             return sums_TD.to(x_TD.dtype)
         out_XD = x_TD.new_empty((act_XI.shape[0], self.layer.hidden))
-        values = specialise_for(Projection.DOWN, act_XI, down, act_XI.shape[0])
+        values = specialise_for(None, Projection.DOWN, act_XI, down, act_XI.shape[0])
         launch_grouped_gemm(values, act_XI, found.offsets, down, out_XD)
         return sum_rows(out_XD, found.places, weights_Tk)
 

@@ -1,7 +1,8 @@
 """The layers that `gpu_moe.py` times, how tokens choose experts in them, and what others have published.
 
 Published: microseconds of a whole MoE layer on one H200 in bf16, by CUDA graph and events, best of SGLang (Triton),
-TensorRT-LLM (CUTLASS) and vLLM (Triton): ai-dynamo/aiconfigurator at 095f58a, `systems/data/h200_sxm/moe`.
+TensorRT-LLM (CUTLASS) and vLLM (Triton): ai-dynamo/aiconfigurator at 095f58a, `systems/data/h200_sxm/moe`; all of
+them for Qwen3-30B are in `moec.codegen.layer_cost`.
 
 Shapes: T tokens, E experts, k choices.
 """
@@ -12,6 +13,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from moec.codegen.expected_rows import even_rows, power_law_rows
+from moec.codegen.layer_cost import PUBLISHED_US
 
 TOKENS = (1, 8, 64, 512, 1024, 2048, 4096, 16384)
 ROUTINGS = ("balanced", "power_law_1.01")
@@ -43,17 +47,11 @@ LAYERS = (
 
 #: Layer, routing -> tokens -> microseconds.
 PUBLISHED = {
-    ("qwen3-30b", "balanced"): {
-        1: 36.6, 8: 164.1, 64: 301.9, 512: 338.2, 1024: 388.7, 2048: 436.1, 4096: 660.1, 16384: 2377.0,
-    },
-    ("qwen3-30b", "power_law_1.01"): {
-        1: 36.4, 8: 133.0, 64: 278.0, 512: 342.0, 1024: 421.0, 2048: 545.0, 4096: 816.0, 16384: 2549.0,
-    },
+    ("qwen3-30b", "balanced"): {tokens: min(even) for tokens, even, _ in PUBLISHED_US},
+    ("qwen3-30b", "power_law_1.01"): {tokens: min(skewed) for tokens, _, skewed in PUBLISHED_US},
     ("qwen3-235b", "balanced"): {64: 1130.0, 4096: 2172.0},
     ("mixtral-8x7b", "balanced"): {2048: 1778.0},
-}  # fmt: skip
-
-
+}
 #: What moec is to reach on an H200.
 WANTED = {
     ("qwen3-30b", "balanced"): {1: 27.0, 64: 280.0, 4096: 528.0},
@@ -61,26 +59,10 @@ WANTED = {
 }
 
 
-def expert_loads(layer: Layer, tokens: int, routing: str, seed: int = 0) -> list[int]:
-    """Rows of each expert, T * k in all, none more than T: as equal as can be, or drawn from a power law.
-
-    The power law is drawn as in the published tables: loads by the inverse distribution function of x^-1.01 between 1
-    and 0.8 T, scaled to T * k in all.
-    """
-    pairs = tokens * layer.top
-    if routing == "balanced":
-        base, more = divmod(pairs, layer.experts)
-        return [base + (e < more) for e in range(layer.experts)]
-    alpha, low, high = 1.01, 1.0, max(2.0, 0.8 * tokens)
-    uniform = torch.rand(layer.experts, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    power = 1 - alpha
-    drawn = ((high**power - low**power) * uniform + low**power) ** (1 / power)
-    loads = (drawn / drawn.sum() * pairs).floor().clamp(max=tokens).long()
-    order = drawn.argsort(descending=True).tolist()
-    while (missing := pairs - int(loads.sum())) > 0:  # rounding, and what exceeded a token's one choice of an expert
-        for expert in [e for e in order if loads[e] < tokens][:missing]:
-            loads[expert] += 1
-    return [int(load) for load in loads]
+def expert_loads(layer: Layer, tokens: int, routing: str) -> list[int]:
+    """Rows of each expert, T * k in all, none more than T: as equal as can be, or by the power law of the published."""
+    draw = even_rows if routing == "balanced" else power_law_rows
+    return [int(rows) for rows in draw(layer.experts, layer.top, tokens)]
 
 
 def choices(layer: Layer, loads: list[int], tokens: int, device: torch.device, seed: int = 0) -> Tensor:
