@@ -5,7 +5,8 @@ layer, with every number of experts, and of times as good as equal (within 1 %) 
 win. With m misses, n experts prefetched of which s spare a miss, and exposed(m) what m copies take beyond the work on
 experts that are there:
 
-    layer' = max(layer + guess + exposed(m - s) + what n copies take beyond the later layer's wait, its copies in all)
+    layer' = max(layer + guess + exposed(m - s) + late, copies of m - s + n)
+    late   = what n copies take beyond the later layer's wait, as often as one of them is waited for
 
 Where no rate is known, there is a prefetch unless a step uses most of the experts anyway.
 """
@@ -20,7 +21,7 @@ from torch import fx
 
 from moec.cache_sizes import most_pinned, tables_of
 from moec.cost import node_cost
-from moec.cost_cache import PLACES, copies, missed, recall, spared
+from moec.cost_cache import PLACES, copies, missed, precision, spared
 from moec.cost_exchange import copy_body
 from moec.cost_sizes import Sizes, sizes_of
 from moec.ir import Body, Program, is_op, op_of
@@ -114,7 +115,7 @@ def plan_prefetch(program: Program, pair: Pair, start: Start) -> Prefetch:
         return _unknown(model, room)
     known = {place: trial for place, trial in trials.items() if trial is not None}
     options = [
-        (Option(place, n), model.layer(n, recall(program, cache.prefetch, place), guess_us, window_us))
+        (Option(place, n), model.layer(n, precision(program, cache.prefetch, place), guess_us, window_us))
         for place, (guess_us, window_us) in known.items()
         for n in range(1, room + 1)
     ]
@@ -199,8 +200,9 @@ class LayerModel:
 
     def layer(self, most: int = 0, share: float = 0.0, guess_us: float = 0.0, window_us: float = 0.0) -> float:
         """Microseconds of a layer in the long run, where `most` are prefetched and `share` of these are needed."""
-        demanded = self.misses - spared(self.sizes, most, share)
-        late = max(0.0, self.copy_us(most) - window_us)
+        right = spared(self.sizes, most, share)
+        demanded = self.misses - right
+        late = min(1.0, right) * max(0.0, self.copy_us(most) - window_us)
         return max(self.layer_us + guess_us + self.exposed_us(demanded) + late, self.copy_us(demanded + most))
 
     def exposed_us(self, demanded: float) -> float:
@@ -221,9 +223,9 @@ def _against(model: LayerModel, by: str, plain: float, best: float) -> str:
         return f"copies on demand are hidden as it is: {many}"
     if displaces := _displaces(model):
         return displaces
-    share = recall(model.program, by, "ffn")
+    share = precision(model.program, by, "ffn")
     if model.copy_us(model.misses - spared(model.sizes, 1, share) + 1) > plain * (1 - LEAST_GAIN):
-        wrong = f"{1 - share:.0%} of what {by} names is not needed"
+        wrong = f"{1 - share:.0%} of what {by} has fetched is not needed"
         return f"the copies themselves take the time: {many} are missed, and {wrong}"
     return f"the best prefetch gains {max(1 - best / plain, 0.0):.1%}, less than {LEAST_GAIN:.0%}"
 

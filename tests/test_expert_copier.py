@@ -533,7 +533,7 @@ class SetClock:
 @pytest.fixture
 def paced(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Copier, SetClock]]:
     """A copier of one tier whose copies are over at once, and whose link is slow."""
-    monkeypatch.setattr("moec.runtime.expert_lane.PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr("moec.runtime.expert_lane.LINK_PIECE_BYTES", PIECE_BYTES)
     tier, clock = Gated(SLOW), SetClock()
     tier.let_all()
     with Copier([tier], clock) as copier:

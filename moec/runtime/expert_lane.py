@@ -21,8 +21,8 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from moec.runtime.expert_file import PIECE_BYTES, Key
-from moec.runtime.expert_pace import Clock, Link, Load
+from moec.runtime.expert_file import Key
+from moec.runtime.expert_pace import LINK_PIECE_BYTES, Clock, Link, Load
 from moec.runtime.expert_tiers import Tier
 
 
@@ -105,7 +105,7 @@ class Lane:
 
     def __init__(self, tier: Tier, clock: Clock) -> None:
         self.tier, self.clock = tier, clock
-        self.link = None if tier.rate is None else Link(tier.rate, PIECE_BYTES)
+        self.link = None if tier.rate is None else Link(tier.rate, LINK_PIECE_BYTES)
         self.num_transfers = self.num_bytes = 0
         self._demands: deque[Transfer] = deque()
         self._prefetches: deque[Transfer] = deque()
