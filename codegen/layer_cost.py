@@ -45,7 +45,10 @@ class RowsCost:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """All kernels of a layer. `traffic_ratio`: bytes moved over the least; `padding`: rows computed over those served."""
+    """All kernels of a layer. `traffic_ratio`: bytes moved over the least; `padding`: rows computed over those served.
+
+    Bytes are those of rows and weights: the router's own results, which routing reads, are in neither.
+    """
 
     gate_up: GemmCost
     down: GemmCost
@@ -58,7 +61,8 @@ class LayerCost:
 
     @property
     def moved(self) -> float:
-        return self.gate_up.traffic.moved + self.down.traffic.moved + sum(cost.moved for cost in self.others)
+        moving = sum(cost.moved for cost in self.others if cost.name != "route")
+        return self.gate_up.traffic.moved + self.down.traffic.moved + moving
 
     @property
     def minimum(self) -> float:
