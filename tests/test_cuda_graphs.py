@@ -7,7 +7,7 @@ reads anything of the step but its buffers gives the logits of the step before.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,15 +20,7 @@ from moec.checked import Plan
 from moec.compiler import pipeline
 from moec.ir import Program
 from moec.passes.runner import run_passes
-from moec.runtime import (
-    capturable,
-    device_flags,
-    kernels_torch_pairs,
-    kernels_triton,
-    kernels_triton_fused,
-    kernels_triton_route,
-    kernels_triton_rows,
-)
+from moec.runtime import capturable, kernels_triton
 from moec.runtime.cuda_graphs import Bucket, Capture, Graphs, bucket_of
 from moec.runtime.generate import Request, Result, generate
 from moec.runtime.launch import run_ranks
@@ -226,20 +218,10 @@ class NoReading(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels are told that they are captured."""
-    for module in (device_flags, kernels_torch_pairs, kernels_triton_fused, kernels_triton_route, kernels_triton_rows):
-        monkeypatch.setattr(module, "is_captured", lambda tensor: True)
-    yield
-
-
 @pytest.mark.parametrize(
     ("family", "mesh", "exchange"), [("qwen3_moe", None, "flat"), ("deepseek_v3", "ep=2", "padded")]
 )
-def test_a_captured_step_reads_nothing_back(
-    family: str, mesh: str | None, exchange: str, captured: None, tmp_path: Path
-) -> None:
+def test_a_captured_step_reads_nothing_back(family: str, mesh: str | None, exchange: str, tmp_path: Path) -> None:
     """Every operation of a capturable program, by the kernels that a GPU would run, in the interpreter."""
     folder, small = tmp_path / family, ("plan.prefill.tokens=4", "plan.decode.batch=2")
     checkpoints.make(family, folder)

@@ -52,7 +52,7 @@ def test_a_bad_row_is_named_and_its_ids_are_experts(
         )  # fmt: skip
     assert str(error.value) == str(torchs.value) and "layer 3" in str(error.value) and "row 5" in str(error.value)
 
-    monkeypatch.setattr(kernels_triton_route, "is_captured", lambda _: True)
+    monkeypatch.setattr(kernels_triton_route, "is_deferred", lambda _: True)
     ctx = context()
     ids, _ = choose(logits, bias, ctx, groups=groups, keep=1)
     assert ids.min() >= 0 and ids.max() < 4 and (ids[:, 0] != ids[:, 1]).all()
@@ -109,7 +109,7 @@ def test_an_id_that_is_no_expert_is_refused(wrong: int, pair: int, monkeypatch: 
     assert errors[0].diagnostics == errors[1].diagnostics
     assert errors[0].diagnostics[0].code == "E0507" and f"expert {wrong} " in str(errors[0])
 
-    monkeypatch.setattr(kernels_triton_rows, "is_captured", lambda _: True)
+    monkeypatch.setattr(kernels_triton_rows, "is_deferred", lambda _: True)
     monkeypatch.setattr(kernels_triton_rows, "INTERPRETED_ROWS", 1)
     _, ends_M, _ = group_rows(ctx, torch.zeros(200, 4), ids_Rk, table="routed")
     assert ends_M.tolist() == [398] * 8

@@ -118,7 +118,7 @@ def test_room_for_all_pairs_and_no_wait(rows: int, monkeypatch: pytest.MonkeyPat
     num_served = len(wanted[2])
     gathering = sort_pairs(ctx, x_RD, ids_Rk, table="routed", copies=False)
     assert gathering.rows is None
-    monkeypatch.setattr(kernels_triton_rows, "is_captured", lambda _: True)
+    monkeypatch.setattr(kernels_triton_rows, "is_deferred", lambda _: True)
     rows_XD, ends_M, pairs_X = group_rows(ctx, x_RD, ids_Rk, table="routed")
     assert rows_XD.shape == (rows * 3, 20) and pairs_X.shape == (rows * 3,)
     assert torch.equal(rows_XD[:num_served], wanted[0]) and torch.equal(ends_M, wanted[1])

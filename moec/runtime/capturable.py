@@ -39,6 +39,8 @@ def notes(programs: Iterable[Program], device: str) -> list[str]:
 
 def _reasons(program: Program, node: fx.Node) -> Iterator[str]:
     op = op_of(node)
+    if op.name == "mla_attention" and node.kwargs["form"] == "expanded":
+        yield "reads each sequence for itself"
     if "cache" in op.effects:
         yield "waits for experts to be copied"
     if "stage" in op.effects:

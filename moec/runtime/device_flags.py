@@ -1,7 +1,7 @@
 """Faults that kernels find on a device. A kernel cannot raise: it lowers a flag, which the host reads afterwards.
 
-A step that runs kernel by kernel reads its flags after each; while a graph of kernels is captured nothing can be read,
-and whoever replays the graph calls `raise_faults` after it.
+A step that runs kernel by kernel reads its flags after each; in one of fixed shape, which may be captured as a graph,
+nothing is read, and whoever runs it calls `raise_faults` after it.
 """
 
 from __future__ import annotations
@@ -68,6 +68,6 @@ def raise_faults(ctx: Context) -> None:
             flags.raise_lowered()
 
 
-def is_captured(tensor: Tensor) -> bool:
-    """Whether kernels on this tensor are being captured in a graph, so that nothing can be read."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+def is_deferred(ctx: Context) -> bool:
+    """Whether nothing may be read within the step: it is captured as a graph, or runs as one that will be."""
+    return ctx.step.fixed is not None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moec.diagnostics import MoecError, fail
 from moec.runtime.context import Context
-from moec.runtime.device_flags import is_captured
+from moec.runtime.device_flags import is_deferred
 from moec.runtime.kernels_torch_moe import BUG
 
 
@@ -121,7 +121,7 @@ def look_up(
     lowest: int = -1,
 ) -> Tensor:
     """`make(ctx, table, *key[1:])` gives a number per expert and, last, one for no expert; the numbers of `ids`."""
-    if not is_captured(ids_Nk):  # what a graph routes is held against the experts by the kernels that route in it
+    if not is_deferred(ctx):  # what a graph routes is held against the experts by the kernels that route in it
         outside = (ids_Nk < lowest) | (ids_Nk >= ctx.placements[table].num_experts)
         if outside.any():
             raise expert_fault(ctx, table, int(ids_Nk[outside][0]))

@@ -3,7 +3,7 @@
 `group_pairs` is the sorting of `group_rows` without its rows, `gathered_gate_up` a product that reads them through
 their pairs, `reduced_linear` one that adds its results into the rows' sums as they come.
 
-Shapes: R rows, X pairs served here (room for R * k in a captured graph), M experts held here, D hidden, I inner,
+Shapes: R rows, X pairs served here (room for R * k in a step of fixed shape), M experts held here, D hidden, I inner,
 G = 2 I, k choices.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moec.codegen.grouped_gemm import Projection, RowSource, Store
 from moec.runtime.context import Context
-from moec.runtime.device_flags import flags_on, is_captured
+from moec.runtime.device_flags import flags_on, is_deferred
 from moec.runtime.kernels_torch_pairs import lost_rows
 from moec.runtime.kernels_triton import check_fit, launch_grouped_gemm, specialise_for
 from moec.runtime.kernels_triton_rows import PLACES, sort_pairs
@@ -23,13 +23,13 @@ from moec.runtime.kernels_triton_rows import PLACES, sort_pairs
 def group_pairs(ctx: Context, ids_Rk: Tensor, *, table: str) -> tuple[Tensor, Tensor]:
     """Pairs of this rank's experts, expert by expert in order of arrival: offsets i32 [M], pairs i64 [X].
 
-    Raises E0507 for an id that is no expert. In a captured graph the pairs have room for all, and the fault is left to
-    `device_flags.raise_faults`.
+    Raises E0507 for an id that is no expert. In a step of fixed shape the pairs have room for all, and the fault is
+    left to `device_flags.raise_faults`.
     """
     unread = ids_Rk.new_empty((ids_Rk.shape[0], 1), dtype=torch.float32)
     found = sort_pairs(ctx, unread, ids_Rk, table=table, copies=False)
     pairs = found.pairs
-    if not is_captured(ids_Rk):
+    if not is_deferred(ctx):
         flags_on(ctx, ids_Rk.device).raise_lowered()
         pairs = pairs[: int(found.offsets[-1]) if found.offsets.numel() else 0]
     ctx.step_memo[PLACES, id(pairs)] = pairs, found.places

@@ -17,7 +17,7 @@ from moec.codegen.kernel_route import Route, Score, render_route, specialise_rou
 from moec.codegen.offline import FP_FUSION
 from moec.diagnostics import MoecError, fail
 from moec.runtime.context import Context
-from moec.runtime.device_flags import flags_on, is_captured
+from moec.runtime.device_flags import flags_on, is_deferred
 from moec.runtime.kernels_torch_moe import scores_fault
 
 #: Rows a program in Triton's interpreter, where a program takes as long whatever its rows.
@@ -39,7 +39,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Choose `top` experts a token: ids i64 [S, k], best first, and weights fp32 [S, k]; see torch's `route`.
 
-    Raises E0526 for tensors that do not fit and E0506 for a token whose scores are NaN; in a captured graph the second
+    Raises E0526 for tensors that do not fit and E0506 for a token whose scores are NaN; in a step of fixed shape the second
     is left to `device_flags.raise_faults`.
     """
     logits_SE = logits_SE.contiguous()
@@ -57,7 +57,7 @@ def route(
     weights_Sk = torch.empty((num_rows, top), dtype=torch.float32, device=logits_SE.device)
     if num_rows:
         launch_route(values, logits_SE, bias_E, ids_Sk, weights_Sk, flag)
-        if not is_captured(logits_SE):
+        if not is_deferred(ctx):
             flags.raise_lowered()
     return ids_Sk, weights_Sk
 

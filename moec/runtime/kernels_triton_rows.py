@@ -29,7 +29,7 @@ from moec.codegen.kernel_rows import (
 )
 from moec.codegen.offline import FP_FUSION
 from moec.runtime.context import Context
-from moec.runtime.device_flags import flags_on, is_captured
+from moec.runtime.device_flags import flags_on, is_deferred
 from moec.runtime.kernels_torch_pairs import expert_fault, lost_rows, slots_here
 from moec.runtime.kernels_triton import DTYPES
 from moec.runtime.kernels_triton_route import check_tensor
@@ -109,13 +109,13 @@ def launch_group(
 def group_rows(ctx: Context, rows_RD: Tensor, ids_Rk: Tensor, *, table: str) -> tuple[Tensor, Tensor, Tensor]:
     """Pairs of this rank's experts, expert by expert in order of arrival: rows [X, D], offsets i32 [M], pairs i64 [X].
 
-    Raises E0507 for an id that is no expert. In a captured graph the rows and pairs have room for all pairs, and the
+    Raises E0507 for an id that is no expert. In a step of fixed shape the rows and pairs have room for all pairs, and the
     fault is left to `device_flags.raise_faults`.
     """
     found = sort_pairs(ctx, rows_RD, ids_Rk, table=table)
     rows, pairs = found.rows, found.pairs
     assert rows is not None
-    if not is_captured(rows):
+    if not is_deferred(ctx):
         flags_on(ctx, rows.device).raise_lowered()
         num_served = int(found.offsets[-1]) if found.offsets.numel() else 0
         rows, pairs = rows[:num_served], pairs[:num_served]
