@@ -39,8 +39,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Choose `top` experts a token: ids i64 [S, k], best first, and weights fp32 [S, k]; see torch's `route`.
 
-    Raises E0526 for tensors that do not fit and E0506 for a token whose scores are NaN; in a step of fixed shape the second
-    is left to `device_flags.raise_faults`.
+    Raises E0526 for tensors that do not fit and E0506 for a token whose scores are NaN; in a step of fixed shape the
+    second is left to `device_flags.raise_faults`.
     """
     logits_SE = logits_SE.contiguous()
     check_tensor("logits", logits_SE, torch.float32, (None, None), logits_SE.device)

@@ -109,8 +109,8 @@ def launch_group(
 def group_rows(ctx: Context, rows_RD: Tensor, ids_Rk: Tensor, *, table: str) -> tuple[Tensor, Tensor, Tensor]:
     """Pairs of this rank's experts, expert by expert in order of arrival: rows [X, D], offsets i32 [M], pairs i64 [X].
 
-    Raises E0507 for an id that is no expert. In a step of fixed shape the rows and pairs have room for all pairs, and the
-    fault is left to `device_flags.raise_faults`.
+    Raises E0507 for an id that is no expert. In a step of fixed shape the rows and pairs have room for all pairs, and
+    the fault is left to `device_flags.raise_faults`.
     """
     found = sort_pairs(ctx, rows_RD, ids_Rk, table=table)
     rows, pairs = found.rows, found.pairs
