@@ -45,8 +45,8 @@ from tests.contexts import context, poisoned_memory
 PAGES = Path(__file__).parent.parent / "specs" / "errors"
 #: K, I, M, T: a covering set of pairs; products go K -> 2 I -> K.
 EXPERTS = (
-    (50, 33, 1, 1), (33, 50, 5, 7), (1025, 50, 8, 0), (50, 1025, 64, 7), (1025, 33, 160, 257), (513, 50, 8, 64),
-    (513, 50, 160, 1), (1025, 50, 1, 64), (33, 50, 64, 257), (50, 33, 160, 7), (50, 33, 64, 0), (513, 50, 5, 257),
+    (50, 33, 1, 1), (33, 50, 5, 7), (1025, 50, 8, 0), (50, 1025, 64, 7), (1025, 33, 160, 257), (1025, 50, 8, 64),
+    (50, 33, 160, 1), (1025, 50, 1, 257), (33, 50, 64, 257), (50, 33, 160, 7), (50, 33, 64, 0), (50, 1025, 5, 64),
 )  # fmt: skip
 #: E, k, groups, keep, score, renormalize.
 ROUTES = (
@@ -134,7 +134,7 @@ def test_grouped_products(
 
 
 @each_dtype
-@pytest.mark.parametrize("size", [50, 513, 1025])
+@pytest.mark.parametrize("size", [33, 50, 1025])
 def test_b23_sums_of_ones_are_whole_numbers(
     kernels: Callable[[torch.dtype], SimpleNamespace], dtype: torch.dtype, size: int
 ) -> None:
@@ -191,11 +191,10 @@ def test_norms_rotary_embedding_and_router(
         torch.testing.assert_close(k.router_logits(context(), x, w), x.float() @ w.float().T, rtol=1e-5, atol=1e-5)
     for dim in (50, 64):
         for pairs in ("halves", "interleaved"):
-            x, positions = draw(rows, 3, dim, dtype=dtype), torch.arange(rows) * 5
+            x, ctx = draw(rows, 3, dim, dtype=dtype), context([Piece([1], slot, 5 * slot) for slot in range(rows)])
             turn = {"theta": 1e4, "pairs": pairs, "yarn": None}
-            close(
-                k.rope(context(), x, positions, **turn), kernels_torch_rope.rope(context(), x, positions, **turn), dtype
-            )
+            wanted = kernels_torch_rope.rope(ctx, x, ctx.positions, **turn)
+            close(k.rope(ctx, x, ctx.positions, **turn), wanted, dtype)
 
 
 @each_dtype

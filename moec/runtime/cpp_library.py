@@ -29,7 +29,7 @@ _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 SIGNATURES: dict[type[Shape] | str, tuple[tuple[Any, ...], Any]] = {
     Product: ((_P, _P, _N, _P, _P), None),
     Norm: ((_P, _N, _P, _P, _F), None),
-    Rope: ((_P, _N, _N, _P, _P, _P), None),
+    Rope: ((_P, _N, _N, _P, _P, _P, _P), None),
     Attention: ((*(_P,) * 7, _N, _N, _F, _P), None),
     LatentAttention: ((*(_P,) * 7, _N, _N, _F, _P), None),
     Router: ((_P, _P, _N, _P, _P), None),

@@ -1,7 +1,7 @@
 """Rotary embedding and attention rendered from the C++ template.
 
-Shapes: T rows, H query heads, K KV heads, d head dim, C latent rank, r rotated dim, n the rest of a query head, e value
-dim.
+Shapes: T rows, P positions, F = d / 2 pairs, H query heads, K KV heads, d head dim, C latent rank, r rotated dim, n the
+rest of a query head, e value dim.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moec.runtime import kernels_torch_attention
 from moec.runtime.context import Context
 from moec.runtime.cpp_library import Library
 from moec.runtime.kernels_torch_attention import Chunk
-from moec.runtime.kernels_torch_rope import Yarn, turns
+from moec.runtime.kernels_torch_rope import Yarn, frequencies
 
 _PAIRS = {pairs.value: pairs for pairs in Pairs}
 
@@ -26,12 +26,29 @@ def rope(
 ) -> Tensor:
     x = x.contiguous()
     dim = x.shape[-1]
-    cos_TF, sin_TF = turns(ctx, positions_T, dim, theta, yarn)
+    cos_PF, sin_PF = _turns(ctx, dim, theta, yarn)
     out = torch.empty_like(x)
     heads = x.shape[1] if x.dim() == 3 else 1
-    kernel = library.get(Rope, dim, _PAIRS[pairs])
-    kernel(x.data_ptr(), x.shape[0], heads, cos_TF.data_ptr(), sin_TF.data_ptr(), out.data_ptr())
+    addresses = [tensor.data_ptr() for tensor in (positions_T, cos_PF, sin_PF, out)]
+    library.get(Rope, dim, _PAIRS[pairs])(x.data_ptr(), x.shape[0], heads, *addresses)
     return out
+
+
+def _turns(ctx: Context, dim: int, theta: float, yarn: Yarn | None) -> tuple[Tensor, Tensor]:
+    """cos and sin of the angles of every position that the step may have, fp32 [P, F]; kept for the program."""
+    step, key = ctx.step, ("turns", dim, theta, yarn)
+    if key in ctx.step_memo:
+        known: tuple[Tensor, Tensor] = ctx.step_memo[key]
+        return known
+    ends = [cached + b - a for cached, a, b in zip(step.cached, step.starts, step.starts[1:], strict=False)]
+    wanted = max(ends, default=0)
+    held = ctx.memo.get(key)
+    if held is None or held[0].shape[0] < wanted:
+        frequency_F, factor = frequencies(dim, theta, yarn)
+        angle_PF = torch.arange(1 << max(8, wanted.bit_length())).float()[:, None] * frequency_F
+        held = ctx.memo[key] = angle_PF.cos() * factor, angle_PF.sin() * factor
+    ctx.step_memo[key] = held
+    return held
 
 
 def attention(
