@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moec.codegen.offline import Launch, Report, Signature, compile_kernel
 from moec.codegen.renderer import Comment, render
 from moec.codegen.targets import Dtype, Target, find_target
-from moec.codegen.tiles import MANY_ROWS, Form, Tile, count_tiles, default_blocking, descriptor_depth
+from moec.codegen.tiles import (
+    MANY_ROWS,
+    MIN_SIDE,
+    Form,
+    Tile,
+    count_tiles,
+    cut_rows,
+    default_blocking,
+    descriptor_depth,
+)
 from moec.diagnostics import fail
 
 #: Row tiles that pass over all columns together: 16 x 128 rows and the columns in flight stay in the L2 cache.
@@ -165,6 +174,22 @@ class GroupedGemm:
         return tuple(tile.m for tile in self.tiles)
 
     @property
+    def rest(self) -> int:
+        """Rows of one more body, in place of the last tile's where an expert has no more rows left; 0 for none.
+
+        It reads the same weights and halves the padding. Not worth its code where steps are so small that all tiles are
+        the last one.
+        """
+        last = self.tiles[-1]
+        is_worth = len(self.tiles) > 1 and last.swapped and self.is_cuda and self.weights is Weights.PLAIN
+        return last.m // 2 if is_worth and last.m == MIN_SIDE else 0
+
+    @property
+    def bodies(self) -> tuple[Tile, ...]:
+        """What the kernel has code for: `tiles`, and the rest's."""
+        return (*self.tiles, replace(self.tiles[-1], m=self.rest)) if self.rest else self.tiles
+
+    @property
     def is_deep_ragged(self) -> bool:
         """Whether the last step reaches past the summed dimension."""
         return self.depth % self.tiles[0].k != 0
@@ -204,7 +229,12 @@ class GroupedGemm:
 
         `counts` is the rows of each expert. Each row tile is run for `num_columns` column tiles.
         """
-        return count_tiles(counts, [tile.m for tile in self.tiles])
+        return count_tiles(counts, self.sizes)
+
+    def count_rests(self, counts: Iterable[int]) -> int:
+        """How many of the last of `tiles` run as the smaller body, `rest` rows high."""
+        last = self.sizes[-1]
+        return sum(bool(cut_rows(rows, self.sizes)[-1]) and 0 < rows % last <= self.rest for rows in counts)
 
     def most_tiles(self, num_rows: int) -> int:
         """Tiles that `num_rows` rows are cut into at most, column tiles included."""
@@ -212,7 +242,9 @@ class GroupedGemm:
 
     def padded_rows(self, counts: Iterable[int]) -> int:
         """Rows that are computed, with those that pad the tiles."""
-        return sum(number * tile.m for number, tile in zip(self.num_tiles(counts), self.tiles, strict=True))
+        rows = list(counts)
+        tiled = sum(number * tile.m for number, tile in zip(self.num_tiles(rows), self.tiles, strict=True))
+        return tiled - (self.sizes[-1] - self.rest) * self.count_rests(rows)
 
     def shared_bytes(self, target: Target) -> int:
         """Shared memory of the staged tiles: the largest body's, since bodies run one after the other."""

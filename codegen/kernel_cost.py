@@ -99,16 +99,17 @@ def gemm_cost(
     target = find_target(values.target.text)
     useful, padded = int(rows.sum()), values.padded_rows(rows.tolist())
     moved = traffic(values, rows, tokens, device)
-    bodies = [None] * len(values.tiles) if code is None else match_loops(values, code.loops)
+    loops = [None] * len(values.bodies) if code is None else match_loops(values, code.loops)
     fits = None
     if code is not None:
         own = max(0, code.static_shared - device.reserved)  # what a cubin says has the reserved bytes in it
         fits = occupancy(device, target, values.warps, code.registers, shared + own)
-    pairs = list(zip(values.tiles, bodies, strict=True))
+    pairs = list(zip(values.bodies, loops, strict=True))
     issue = np.array([issue_cycles(values, tile, loop) for tile, loop in pairs])
     tensor = np.array([tensor_cycles(values, tile, device, loop) for tile, loop in pairs])
-    load = np.array([tile_bytes(values, tile) for tile in values.tiles])
-    tiles = values.num_columns * np.array(values.num_tiles(rows.tolist()))
+    load = np.array([tile_bytes(values, tile) for tile in values.bodies])
+    order = body_order(values, rows)
+    tiles = np.bincount(order, minlength=len(pairs))
     per_us = device.num_sms * device.cycles_per_us
     lasting = FILL_NS * device.clock_ghz / max(1, fits.blocks) if fits else 0.0
     cycles = np.maximum(np.maximum(issue, tensor), load / PORT_BYTES) + lasting
@@ -121,7 +122,7 @@ def gemm_cost(
         l2_us=float(tiles @ load) / (device.l2_gbps * 1e3),
         tensor_us=float(tiles @ tensor) / per_us,
         issue_us=float(tiles @ issue) / per_us,
-        busiest_us=busiest(values, rows, cycles, device.num_sms) / device.cycles_per_us,
+        busiest_us=busiest(order, cycles, values.programs, device.num_sms) / device.cycles_per_us,
         roof_us=device.roof_us(moved.minimum, 2.0 * useful * values.sides * values.width * values.depth, values.dtype),
         occupancy=fits,
     )
@@ -193,14 +194,14 @@ def step_ops(values: GroupedGemm, tile: Tile, loop: MatrixLoop) -> float:
 
 
 def match_loops(values: GroupedGemm, loops: Sequence[MatrixLoop]) -> list[MatrixLoop | None]:
-    """The loop of each tile: by the columns of its matrix instruction, else by how many a step takes, else in order."""
-    return [_match(values, i, tile, loops) for i, tile in enumerate(values.tiles)]
+    """The loop of each body: by the columns of its matrix instruction, else by how many a step takes, else in order."""
+    return [_match(values, i, tile, loops) for i, tile in enumerate(values.bodies)]
 
 
 def _match(values: GroupedGemm, i: int, tile: Tile, loops: Sequence[MatrixLoop]) -> MatrixLoop | None:
     if not loops:
         return None
-    if len(loops) == len(values.tiles):
+    if len(loops) == len(values.bodies):
         columns = tile.m if tile.swapped else min(256, values.sides * tile.n)
         named = [loop for loop in loops if loop.op.shape and loop.op.name in GROUP_WARPS]
         exact = [loop for loop in named if loop.op.shape and loop.op.shape[1] == columns]
@@ -213,21 +214,24 @@ def _match(values: GroupedGemm, i: int, tile: Tile, loops: Sequence[MatrixLoop])
     return loops[min(i, len(loops) - 1)]
 
 
-def busiest(values: GroupedGemm, rows: Rows, cycles: Floats, num_sms: int) -> float:
+def busiest(order: NDArray[np.int64], cycles: Floats, programs: int, num_sms: int) -> float:
     """Cycles of the multiprocessor with most to do: tiles in the device's order, dealt out to programs in turn."""
-    order = tile_order(values, rows)
     if not len(order):
         return 0.0
-    programs = np.arange(len(order)) % max(1, values.programs)
-    return float(np.bincount(programs % num_sms, weights=cycles[order], minlength=num_sms).max())
+    dealt = np.arange(len(order)) % programs % num_sms
+    return float(np.bincount(dealt, weights=cycles[order], minlength=num_sms).max())
 
 
-def tile_order(values: GroupedGemm, rows: Rows) -> NDArray[np.int64]:
-    """Which of `values.tiles` each tile of the grid is, in order: expert by expert, the largest tiles first."""
-    sizes = np.array([tile.m for tile in values.tiles])
+def body_order(values: GroupedGemm, rows: Rows) -> NDArray[np.int64]:
+    """Which of `values.bodies` each tile of the grid runs, in order: expert by expert, the largest tiles first."""
+    sizes = values.sizes
     left = -(-rows // sizes[-1]) * sizes[-1]
-    cut = np.zeros((len(rows), len(sizes)), dtype=np.int64)
+    cut = np.zeros((len(rows), len(values.bodies)), dtype=np.int64)
     for i, size in enumerate(sizes):
         cut[:, i], left = left // size, left % size
-    kinds = np.tile(np.arange(len(sizes)), len(rows))
+    if values.rest:
+        over = rows % sizes[-1]
+        cut[:, -1] = (cut[:, -2] > 0) & (over > 0) & (over <= values.rest)
+        cut[:, -2] -= cut[:, -1]
+    kinds = np.tile(np.arange(len(values.bodies)), len(rows))
     return np.repeat(kinds, cut.ravel() * values.num_columns)

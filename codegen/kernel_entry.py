@@ -18,7 +18,7 @@ def gemm_entry(choice: Choice, device: Device, rows_per_expert: int) -> dict[str
     """A grouped GEMM, chosen for about so many rows an expert, and costed."""
     values, kernel, cost = choice.values, choice.kernel, choice.cost
     assert cost.occupancy is not None
-    pairs = zip(values.tiles, match_loops(values, kernel.code.loops), strict=True)
+    pairs = zip(values.bodies, match_loops(values, kernel.code.loops), strict=True)
     return {
         **_usage((kernel,), cost.occupancy, device),
         "launches": 1,

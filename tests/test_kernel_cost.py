@@ -13,7 +13,7 @@ from moec.codegen import kernel_store
 from moec.codegen.devices import DEVICES, LAUNCH_US, MEMORY_SHARE
 from moec.codegen.expected_rows import even_rows, power_law_rows, random_rows, spread
 from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, Store, Weights
-from moec.codegen.kernel_cost import gemm_cost, iterations, match_loops, tile_order
+from moec.codegen.kernel_cost import body_order, gemm_cost, iterations, match_loops
 from moec.codegen.kernel_select import MOST_COMPILED, least_us, select
 from moec.codegen.kernel_store import Compiled, compiled
 from moec.codegen.layer_cost import PUBLISHED_US, LayerCost, compare, comparison_lines, layer_cost
@@ -30,7 +30,9 @@ H200 = DEVICES["h200"]
 #: The layer of Qwen3-30B-A3B: hidden, inner, experts, choices.
 HIDDEN, INNER, EXPERTS, TOP = 2048, 768, 128, 8
 WIDE = MatrixLoop(MatrixOp("HGMMA", (64, 256, 16)), num_ops=8, slots=98, tile_slots=1500)
-TAILS = tuple(MatrixLoop(MatrixOp("HGMMA", (64, n, 16)), num_ops=16, slots=160, tile_slots=600) for n in (64, 32, 16))
+TAILS = tuple(
+    MatrixLoop(MatrixOp("HGMMA", (64, n, 16)), num_ops=16, slots=160, tile_slots=600) for n in (64, 32, 16, 8)
+)
 TILES = (Tile(128, 128, 128), *(Tile(m, 128, 128, swapped=True) for m in (64, 32, 16)))
 
 
@@ -137,11 +139,11 @@ def test_steps_of_unrolled_and_peeled_loops() -> None:
 
 
 def test_loops_are_matched_with_tiles_by_their_instruction() -> None:
-    shuffled = [TAILS[2], WIDE, TAILS[0], TAILS[1]]
+    shuffled = [TAILS[2], WIDE, TAILS[0], TAILS[3], TAILS[1]]
     assert match_loops(gemm(), shuffled) == [WIDE, *TAILS]
-    assert match_loops(gemm(), []) == [None] * 4
-    sm80 = [MatrixLoop(MatrixOp("HMMA", (16, 8, 16)), num_ops=ops, slots=200) for ops in (32, 64, 256, 128)]
-    assert [loop.num_ops for loop in match_loops(gemm(), sm80) if loop is not None] == [256, 128, 64, 32]
+    assert match_loops(gemm(), []) == [None] * 5
+    sm80 = [MatrixLoop(MatrixOp("HMMA", (16, 8, 16)), num_ops=ops, slots=200) for ops in (32, 64, 256, 16, 128)]
+    assert [loop.num_ops for loop in match_loops(gemm(), sm80) if loop is not None] == [256, 128, 64, 32, 16]
 
 
 def test_the_busiest_multiprocessor_counts() -> None:
@@ -149,7 +151,7 @@ def test_the_busiest_multiprocessor_counts() -> None:
     rows[0] = 128  # 6 tiles for 132 multiprocessors
     cost = gemm_cost(gemm(), rows, 128, H200, ALL.code, 196_608)
     assert cost.busiest_us > 20 * cost.tensor_us
-    assert tile_order(gemm(), np.array([144, 16])).tolist() == [0] * 6 + [3] * 6 + [3] * 6
+    assert body_order(gemm(), np.array([144, 8, 0, 33])).tolist() == [0] * 6 + [3] * 6 + [4] * 6 + [2] * 6 + [4] * 6
 
 
 def test_no_machine_code_beats_the_bound() -> None:
