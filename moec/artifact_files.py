@@ -86,23 +86,40 @@ def _write(path: Path, data: bytes) -> None:
 def _only_writer(folder: Path) -> Iterator[str]:
     """Hold the lock of a place, and give the prefix of the folders beside it that its holder alone makes and removes.
 
-    What a process left that died while it wrote is removed too. The lock lies in the folder for temporary files, so
-    nothing is left beside the artifact.
+    What a process left that died while it wrote is removed too. The lock lies in the folder for temporary files, and
+    goes with its holder: nothing is left there or beside the artifact.
     """
     place = str(folder.absolute().parent.resolve() / folder.name)
     key = hashlib.sha256(place.encode("utf-8", "surrogateescape")).hexdigest()[:16]
     parts = f".{folder.name[:64]}.{key[:8]}."
     name = Path(tempfile.gettempdir()) / f"moec-{os.getuid()}-{key}.lock"
-    lock = os.open(name, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+    while (lock := _lock(name)) is None:
+        pass
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         _sweep(folder, parts)
         try:
             yield parts
         finally:
             _sweep(folder, parts)
     finally:
+        name.unlink(missing_ok=True)
         os.close(lock)
+
+
+def _lock(name: Path) -> int | None:
+    """The descriptor of a lock file once it is locked; None where its last holder has removed it in between."""
+    lock = os.open(name, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.path.samestat(os.fstat(lock), name.lstat()):
+            return lock
+    except FileNotFoundError:
+        pass
+    except BaseException:
+        os.close(lock)
+        raise
+    os.close(lock)
+    return None
 
 
 def _sweep(folder: Path, parts: str) -> None:

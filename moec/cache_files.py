@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,8 @@ def _find_folder(written: str | None, bases: Sequence[Path]) -> Path | None:
         return None
     folder = next((base / written for base in bases if (base / written).is_dir()), None)
     if folder is None:
-        first = bases[0] / written
-        message = f"the folder for experts `{first}` {'is no folder' if first.exists() else 'does not exist'}"
+        first, named = bases[0] / written, _either(base / written for base in bases)
+        message = f"the folder for experts {named} {'is no folder' if first.exists() else 'does not exist'}"
         raise fail("E0640", message, "create it, or name another one at `nvme`")
     return folder
 
@@ -71,7 +71,7 @@ def _find_trace(named: Mapping[str, str] | None, bases: Sequence[Path]) -> Trace
     places = [base / named["path"] for base in bases]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
-        message = f"the trace `{places[0]}` that the cache goes by is not there"
+        message = f"the trace {_either(places)} that the cache goes by is not there"
         raise fail("E0645", message, "put it back, or compile the `.moe` file again")
     try:
         content = path.read_bytes()
@@ -82,3 +82,8 @@ def _find_trace(named: Mapping[str, str] | None, bases: Sequence[Path]) -> Trace
         message = f"the trace `{path}` is not the one that the plan was compiled with"
         raise fail("E0645", message, "compile the `.moe` file again")
     return read_trace(path)
+
+
+def _either(places: Iterable[Path]) -> str:
+    """Where something was looked for, each place once."""
+    return " or ".join(f"`{place}`" for place in dict.fromkeys(places))

@@ -201,8 +201,9 @@ def work(rank: Rank, job: Job) -> None:
     events = gather_events(recorder, session.place) if recorder is not None else []
     chosen = gather_trace(routing, session.place, _num_experts(job.artifact)) if routing is not None else None
     counted: dict[str, dict[str, int]] = {}
-    if job.as_json and job.artifact.document.get("cache"):
-        counted["cache"] = gather_counts(session.cache, session.place)
+    wants_counts = job.as_json and job.artifact.document.get("cache")
+    if wants_counts and (found := gather_counts(session.cache, session.place)):  # none where nothing is cached
+        counted["cache"] = found
     if may_drop(job.artifact.programs):
         counted["dropped"] = gather_dropped(session)
     session.close()

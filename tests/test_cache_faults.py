@@ -37,7 +37,8 @@ plan cached {
 ARGS = ("--tokens", "34,272,497,1148,9,77", "--tokens", "1,2", "--ignore-eos", "--max-new-tokens", "5", "--json")
 PAGE = 4096
 #: Of two ranks, which hold 16 experts of 4 layers each: what the head and the blobs of their files take up.
-HEAD_BYTES, FILE_BYTES = PAGE, PAGE + 64 * 49152
+BLOB_BYTES = 49152
+HEAD_BYTES, FILE_BYTES = PAGE, PAGE + 64 * BLOB_BYTES
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +116,7 @@ def served(done: Done, resident: list[list[int]]) -> dict[str, int]:
     assert found["tokens"] == resident
     counts: dict[str, int] = found["cache"]
     assert counts["hits"] + counts["misses"] == counts["lookups"] > counts["misses"] > 0
+    assert counts["nvme_bytes"] == counts["misses"] * BLOB_BYTES
     return counts
 
 

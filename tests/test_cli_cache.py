@@ -239,7 +239,7 @@ def test_without_matplotlib_the_way_to_it_is_shown(trace: Path, monkeypatch: pyt
         (["--plot", "x.pdf"], 2, "--plot x.pdf: its name must end in .svg or .png"),
         (["--plot", "absent/x.svg"], 4, "E0618"),
         (["--model", "absent.moe"], 2, "absent.moe"),
-        (["--learn", "absent.npz"], 3, "error[E0780]: there is no trace `absent.npz`"),
+        (["--learn", "absent.npz"], 2, "error[E0783]: there is no trace `absent.npz`"),
     ],
 )
 def test_bad_options_are_named(args: list[str], code: int, words: str, trace: Path) -> None:

@@ -216,13 +216,16 @@ for turn in range(20):
 """
 
 
-def test_writers_of_one_place_take_turns(tmp_path: Path) -> None:
+def test_writers_of_one_place_take_turns(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     left = tmp_path / "made"
     commands = [[sys.executable, "-c", WRITER, str(left), str(writer)] for writer in range(3)]
-    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    locks = tmp_path_factory.mktemp("locks")
+    where = os.environ | {"TMPDIR": str(locks)}
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=where) for command in commands]
     errors = [process.communicate()[1] for process in running]
     assert (errors, [process.returncode for process in running]) == ([""] * 3, [0] * 3)
     assert read_artifact(left)["plan.json"] in {f"{writer} 19" for writer in range(3)}
+    assert not list(locks.iterdir())
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 

@@ -255,6 +255,22 @@ def test_a_checkpoint_that_fails_meanwhile_leaves_nothing(tmp_path: Path, error:
     assert names(tmp_path) == []
 
 
+def test_a_disk_that_fails_to_open_the_file_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found damaged, written again, and still cannot be opened: that is one fault."""
+    opened(tmp_path)[0].close()
+    real, notes = os.open, Notes()
+
+    def refuse(path: os.PathLike[str], flags: int, *mode: int) -> int:
+        if str(path).endswith(CONTENTS.file_name) and not flags & os.O_CREAT:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, flags, *mode)
+
+    monkeypatch.setattr("os.open", refuse)
+    with pytest.raises(MoecError, match="cannot be written: once written, it cannot be opened: Input/output error"):
+        open_expert_file(tmp_path, CONTENTS, Checkpoint(), notes)
+    assert notes.told == []
+
+
 # --- several at once --------------------------------------------------------------------------------------------------
 
 
@@ -282,6 +298,22 @@ def test_of_two_that_want_a_file_one_writes_it_and_the_other_waits(tmp_path: Pat
     assert results["first"] == list(CONTENTS.keys)
     assert all(torch.equal(read(file, key)[0], blob(key)) for key in CONTENTS.keys)
     assert (checkpoints["second"].asked, names(tmp_path)) == ([], [CONTENTS.file_name])
+
+
+def test_who_waits_long_for_another_process_says_so_once(tmp_path: Path) -> None:
+    partial, polls, notes = tmp_path / f".{CONTENTS.file_name}.partial", list[int](), Notes()
+    other = os.open(partial, os.O_CREAT | os.O_RDWR)
+    fcntl.flock(other, fcntl.LOCK_EX)
+
+    def until(done: int, total: int) -> None:
+        polls.append(done)
+        if len(polls) == 30:
+            os.close(other)
+
+    open_expert_file(tmp_path, CONTENTS, Checkpoint(), notes, until)
+    assert notes.codes == ["E0648"]
+    line = f"another process writes the expert file `{tmp_path / CONTENTS.file_name}`"
+    assert (notes.told[0].message, notes.told[0].help) == (line, "this one waits for it")
 
 
 def test_a_lock_on_a_file_that_is_gone_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

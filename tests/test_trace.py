@@ -24,12 +24,12 @@ def saved(path: Path, **arrays: Any) -> Path:
     return path
 
 
-def fault(path: Path) -> str:
+def fault(path: Path, code: str = "E0780", exit_code: int = 3) -> str:
     """The one line that a file ends in."""
     with pytest.raises(MoecError) as caught:
         read_trace(path)
     (diagnostic,) = caught.value.diagnostics
-    assert (diagnostic.code, diagnostic.exit_code) == ("E0780", 3)
+    assert (diagnostic.code, diagnostic.exit_code) == (code, exit_code)
     assert str(path) in diagnostic.message
     return diagnostic.message
 
@@ -99,7 +99,7 @@ def test_arrays_that_do_not_fit_are_named(changes: dict[str, Any], words: str, t
 
 
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
-    assert "there is no trace" in fault(tmp_path / "absent.npz")
+    assert "there is no trace" in fault(tmp_path / "absent.npz", "E0783", 2)
     assert "cannot be read: Is a directory" in fault(tmp_path)
     (tmp_path / "text.npz").write_text("no zip")
     assert "it is no archive of arrays" in fault(tmp_path / "text.npz")

@@ -100,7 +100,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace. Raises E0780, naming the file and the array at fault."""
+    """Read a trace. Raises E0780, naming the file and the array at fault, or E0783 where there is no such file."""
     arrays = _read_arrays(path)
     try:
         return _trace(arrays)
@@ -169,7 +169,7 @@ def _read_arrays(path: Path) -> dict[str, Array]:
                     raise _damaged(path, f"{place} has {entry.file_size} bytes, more than {MOST_BYTES}")
                 arrays[name] = npy.read_array(io.BytesIO(archive.read(entry)), allow_pickle=False)
     except FileNotFoundError:
-        raise fail("E0780", f"there is no trace `{path}`", "`moec run --record FILE.npz` writes one") from None
+        raise fail("E0783", f"there is no trace `{path}`", "`moec run --record FILE.npz` writes one") from None
     except zipfile.BadZipFile as error:
         raise _damaged(path, f"{place} is no archive of arrays ({error})") from None
     except OSError as error:

@@ -75,6 +75,7 @@ class ExpertCache:
         self._uses: dict[int, list[Use]] = {}
         self._places: dict[tuple[int, int], Tensor] = {}  # (layer, slot) -> where a blob of the layer goes
         self._experts = [frozenset(blobs.experts) for blobs in contents.layers]
+        self._filled: dict[str, int] = {}
 
     def views(self, layer: int) -> dict[str, Tensor]:
         """The parameters of a layer's experts, [slots, ...]: row s is the expert in slot s."""
@@ -98,6 +99,7 @@ class ExpertCache:
             transfer.wait()
             self._status.progressed()
         self._moving.clear()
+        self._filled = {lane.tier.name: lane.num_bytes for lane in self.copier.lanes}
 
     def prefetch(self, layer: int, later: int, counts: Sequence[int], most: int, by: str) -> None:
         """Start copies of at most `most` experts of layer `later` that are in no slot, the best guess first.
@@ -170,6 +172,11 @@ class ExpertCache:
         self.arrivals.waited += 1
         with self._status.within("load", "copy experts"):
             transfer.wait()
+
+    @property
+    def copied_bytes(self) -> dict[str, int]:
+        """Bytes brought whole from each tier, by its name, without those of `fill`."""
+        return {lane.tier.name: lane.num_bytes - self._filled.get(lane.tier.name, 0) for lane in self.copier.lanes}
 
     @property
     def num_rereads(self) -> int:

@@ -32,6 +32,8 @@ Progress = Callable[[int, int], None]
 Warn = Callable[[Diagnostic], None]
 
 _LOCK_POLL_SECONDS = 0.05
+#: After a second of waiting for another process, the user is told.
+_TELL_AFTER_POLLS = 20
 #: No space, or none for this user.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 #: File systems that cannot claim space in advance say one of these.
@@ -43,8 +45,8 @@ def open_expert_file(
 ) -> ExpertFile:
     """The file of `contents` in `folder`, written from `read` unless it is there.
 
-    A file that is damaged is written again, with a warning (E0642). `progress` is called while another process writes
-    the file, too.
+    A file that is damaged is written again, and then told of (E0642). `progress` is called while another process writes
+    the file, too; that this one waits is told as well (E0648).
 
     Raises:
         MoecError: E0640, there is no such folder; E0641, the file cannot be written (the disk is full, or it may not
@@ -53,24 +55,27 @@ def open_expert_file(
     if not folder.is_dir():
         message = f"the folder for experts `{folder}` {'is no folder' if folder.exists() else 'does not exist'}"
         raise fail("E0640", message, "create it, or name another one at `nvme`")
-    path = folder / contents.file_name
+    path, damage = folder / contents.file_name, ""
     try:
         return ExpertFile(path, contents)
     except FileNotFoundError:
         pass
     except FileFault as fault:
-        warn(Diagnostic("E0642", f"the expert file `{path}` {fault}", help="it is written again"))
-    tick = progress or (lambda done, total: None)
+        damage = str(fault)
     try:
-        return _written(path, contents, read, tick)
+        file = _written(path, contents, read, warn, progress or (lambda done, total: None))
     except OSError as error:
         raise _cannot_write(path, contents.file_bytes, error) from error
+    if damage:
+        warn(Diagnostic("E0642", f"the expert file `{path}` {damage}", help="it was written again"))
+    return file
 
 
-def _written(path: Path, contents: Contents, read: ReadExpert, tick: Progress) -> ExpertFile:
+def _written(path: Path, contents: Contents, read: ReadExpert, warn: Warn, tick: Progress) -> ExpertFile:
     partial = path.with_name(f".{path.name}.partial")
     _sweep(path.parent, partial)
-    with _only_writer(partial, lambda: tick(0, contents.file_bytes)) as descriptor:
+    waits = Diagnostic("E0648", f"another process writes the expert file `{path}`", help="this one waits for it")
+    with _only_writer(partial, lambda: tick(0, contents.file_bytes), lambda: warn(waits)) as descriptor:
         try:
             return ExpertFile(path, contents)  # made by the process that held the lock
         except (FileNotFoundError, FileFault):
@@ -116,10 +121,17 @@ def _claim_space(descriptor: int, size: int) -> None:
 
 
 @contextmanager
-def _only_writer(partial: Path, tick: Callable[[], None]) -> Iterator[int]:
-    """Hold the lock of `partial`, made if need be, and give its descriptor. It is gone afterwards."""
+def _only_writer(partial: Path, tick: Callable[[], None], tell: Callable[[], None]) -> Iterator[int]:
+    """Hold the lock of `partial`, made if need be, and give its descriptor. It is gone afterwards.
+
+    Calls `tick` while another process has it, and `tell` once that has taken long.
+    """
+    num_polls = 0
     while (descriptor := _lock(partial)) is None:
         tick()
+        num_polls += 1
+        if num_polls == _TELL_AFTER_POLLS:
+            tell()
         time.sleep(_LOCK_POLL_SECONDS)
     try:
         yield descriptor

@@ -21,7 +21,7 @@ class OneNote:
     """
 
     def __init__(self) -> None:
-        self._tokens = {code: _token() for code in ("E0641", "E0642")}
+        self._tokens = {code: _token() for code in ("E0641", "E0642", "E0648")}
 
     def __enter__(self) -> OneNote:
         return self
@@ -48,11 +48,13 @@ def gather_counts(cache: ExpertCache | None, place: Place) -> dict[str, int]:
     """What the caches of all ranks counted, summed over layers and ranks, on every rank.
 
     Those of `moec.cache.residency.Counters`, and `late`: hits on a prefetch still under way; `rereads`: experts read
-    from the checkpoint because their expert file failed.
+    from the checkpoint because their expert file failed; `host_bytes`, `nvme_bytes`: brought whole from that tier, the
+    first filling of the slots left out. Empty where no rank has a cache.
     """
     mine = Counter[str]()
     if cache is not None:
         mine.update({"late": cache.arrivals.late, "rereads": cache.num_rereads})
+        mine.update({f"{tier}_bytes": size for tier, size in cache.copied_bytes.items()})
         for layer in cache.residency.counters:
             mine.update(asdict(layer))
     return sum_over_ranks(mine, place)
