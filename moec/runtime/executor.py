@@ -84,12 +84,16 @@ class Executor:
 
     def record(self, recorder: Watcher) -> None:
         """Have kernel calls from now on recorded; so each is made one by one."""
-        self._graphs = None
+        self.forget_graphs()
         self._kernels = recorder.watch(self._kernels, self.program)
 
     def capture(self, capture: Capture) -> None:
         """Run steps of fixed shape as graphs of kernels from now on. The program must have no `obstacle`."""
         self._graphs = Graphs(self.program, self._compute, capture)
+
+    def forget_graphs(self) -> None:
+        """Run kernel by kernel from now on."""
+        self._graphs = None
 
     @torch.inference_mode()
     def run(self, step: Step) -> Tensor:

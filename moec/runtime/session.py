@@ -45,7 +45,8 @@ class Session:
         return self.decode_phase.run(step)
 
     def close(self) -> None:
-        """End the threads that copy experts."""
+        """End the threads that copy experts, and forget graphs: NCCL's communicators end after those that use them."""
+        self.decode_phase.forget_graphs()
         if self.cache is not None:
             self.cache.close()
 
