@@ -67,7 +67,7 @@ def test_no_spills_and_weights_by_descriptors(tokens: int) -> None:
     for choice in kernels:
         code = choice.kernel.code
         assert code.spills == 0 and choice.kernel.report.spills == 0
-        assert len(code.loops) == len(choice.values.tiles)
+        assert len(code.loops) == len(choice.values.bodies)
         assert all(dict(loop.loads)["tma"] >= 1 for loop in code.loops)
         assert choice.values.fallback.text == ""
         assert all(loop.op.name == "HGMMA" for loop in code.loops)
@@ -103,10 +103,10 @@ def test_issue_time_is_half_of_the_bytes_at_most(tokens: int, rows: RowSource, s
 @pytest.mark.parametrize(("tokens", "ratio"), [(512, 1.25), (1024, 1.15), (2048, 1.06), (4096, 1.06), (16384, 1.06)])
 @pytest.mark.parametrize("skew", [0.0, 0.5, 1.0])
 def test_rows_are_padded_little_under_any_skew(tokens: int, ratio: float, skew: float) -> None:
-    """Of the rows that kernels are chosen for. Draws scatter: by 0.011 at 512 tokens, where 0.5 has a mean of 1.254."""
-    rows = random_rows(EXPERTS, TOP, tokens, skew).tolist()
+    drawn = [random_rows(EXPERTS, TOP, tokens, skew, seed).tolist() for seed in range(5)]
     for op in Projection:
-        assert chosen(min(tokens, 4096), op).values.padded_rows(rows) <= ratio * sum(rows)
+        values = chosen(min(tokens, 4096), op).values
+        assert max(values.padded_rows(rows) / sum(rows) for rows in drawn) <= ratio
 
 
 def test_launches() -> None:
