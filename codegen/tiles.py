@@ -109,7 +109,7 @@ def default_blocking(
     The largest that was wanted or the nearest smaller one whose shared memory fits: fewer stages, then less depth,
     columns and rows. Raises E0523 where not even the smallest does.
     """
-    tiles, warps = _wanted(sides, dtype, target, form, rows_per_expert)
+    tiles, warps = _wanted(sides, dtype, target, form, rows_per_expert, is_accumulated)
     k = min(tiles[0].k, _power_of_two(depth))
     if form is Form.TMA:
         k = descriptor_depth(depth, dtype, tiles[0].k)
@@ -143,18 +143,23 @@ def descriptor_depth(depth: int, dtype: Dtype, largest: int = 128) -> int:
     return next((k for k in (largest, largest // 2, largest // 4) if depth % k == 0 and k >= MIN_SIDE), 0)
 
 
-def _wanted(sides: int, dtype: Dtype, target: Target, form: Form, rows_per_expert: int) -> tuple[tuple[Tile, ...], int]:
+def _wanted(
+    sides: int, dtype: Dtype, target: Target, form: Form, rows_per_expert: int, is_accumulated: bool
+) -> tuple[tuple[Tile, ...], int]:
     """Tiles and warps, by experiment with the offline compiler: no spills, fewest instructions a product."""
     if dtype is Dtype.FP32:  # in plain fp32, without tensor cores
-        return _tiles(64 // sides, 32, 2, (64, 16), ()), 4
+        return _tiles(64 // sides, 32, 2, (64, 16), ()), 8
     if target.has_tma and form is Form.TMA:
         if rows_per_expert <= FEW_ROWS:
             return _tiles(128 // sides, 128, 3, (), (16,)), 4
         if rows_per_expert <= SOME_ROWS:
             return _tiles(128 // sides, 128, 2, (), (64, 32, 16)), 4
         wide, stages = (256, 2) if target.name == "cuda:90" else (128, 3)
-        return _tiles(wide // sides, 128, stages, (128,), (64, 32, 16)), 8
+        tails = (64, 16) if is_accumulated else (64, 32, 16)  # adding spills with one more
+        return _tiles(wide // sides, 128, stages, (128,), tails), 8
     stages = 2 if target.backend == "hip" else 3
+    if rows_per_expert <= FEW_ROWS:
+        return _tiles(128 // sides, 64, stages, (), (32, 16)), 4
     if rows_per_expert <= SOME_ROWS:
         return _tiles(128 // sides, 64, stages, (), (64, 32, 16)), 4
     return _tiles(128 // sides, 64, stages, (128,), (64, 32, 16)), 8
