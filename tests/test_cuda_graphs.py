@@ -144,7 +144,7 @@ def _generate(session: Session) -> Result:
     [(None, "flat", "mixtral"), ("ep=2", "padded", "mixtral"), ("tp=2", "padded", "deepseek_v3")],
 )
 def test_graphs_give_the_tokens_of_kernels(mesh: str | None, exchange: str, family: str, tmp_path: Path) -> None:
-    """Fewer sequences from step to step, ranks without any, padding rows in slots of sequences that have ended."""
+    """Fewer sequences from step to step, ranks without any, rows of slots whose sequences have ended."""
     checkpoints.make(family, tmp_path / family)
     artifact = compile_checkpoint(tmp_path / family, tmp_path, mesh, exchange, "torch", "plan.decode.batch=3")
 
@@ -176,11 +176,11 @@ def test_the_second_step_of_a_bucket_is_captured_and_the_third_replayed() -> Non
     graphs = Graphs(program, forward, capture)
     for position in range(4):
         pieces = [Piece([10 + slot], slot, position + slot) for slot in (3, 0, 1)]
-        found = graphs.run(make_step(pieces, extent=Extent(3, position + 4)))
+        found = graphs.run(make_step(pieces, extent=Extent(4, position + 4)))
         assert found is not None and found.flatten().tolist() == [position + 3, position, position + 1]
         (held,) = graphs.buffers.values()
-        assert held.step.fixed is not None
-        assert held.step.fixed.slots.tolist() == [3, 0, 1, 2] and held.step.tokens.tolist() == [13, 10, 11, 0]
+        assert held.step.tokens.tolist() == [10, 11, 0, 13]
+        assert held.step.positions.tolist() == [position, position + 1, 0, position + 3]
         assert len(capture.captured) == (position > 0)
     assert graphs.run(make_step([Piece([1, 2], 0)])) is None
 
@@ -192,7 +192,7 @@ def test_where_no_graph_can_be_captured_kernels_go_on_and_it_is_told(caplog: pyt
     program = replace(program_of(plan([moe()]), "decode"), slots=4, context=300)
     capture: Capture = refuse
     graphs = Graphs(program, lambda step: step.positions[:, None].float(), capture)
-    steps = [make_step([Piece([1], 2, position)], extent=Extent(1, position + 1)) for position in range(3)]
+    steps = [make_step([Piece([1], 2, position)], extent=Extent(3, position + 1)) for position in range(3)]
     first, second, third = (graphs.run(step) for step in steps)
     assert first is not None and second is not None and (first.item(), second.item()) == (0, 1)
     assert third is None, "the executor's own way is left"

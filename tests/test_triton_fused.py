@@ -73,7 +73,7 @@ def test_they_give_what_the_operations_apart_give(shape: tuple[int, ...], dtype:
 def test_in_a_step_of_fixed_shape_there_is_room_for_all_pairs() -> None:
     """What stands behind the last end is neither read nor does it reach a sum, by either way to add."""
     layer = Layer(23, 7, 2, 3, 32, 16, torch.float32)
-    fixed = replace(layer.ctx, step=replace(layer.ctx.step, fixed=Fixed(torch.zeros(0, dtype=torch.int64), 1)))
+    fixed = replace(layer.ctx, step=replace(layer.ctx.step, fixed=Fixed(1)))
     _, pairs, act, sums = layer.run(by_torch)
     offsets, room, acts, found = layer.run(by_triton, fixed)
     served = len(pairs)
@@ -108,7 +108,7 @@ def test_an_id_that_is_no_expert_is_refused_at_once_or_after_the_step() -> None:
     with pytest.raises(MoecError, match="expert 5 of `routed` does not exist") as error:
         by_triton.group_pairs(layer.ctx, layer.ids, table="routed")
     assert error.value.diagnostics[0].code == "E0507"
-    fixed = replace(layer.ctx, step=replace(layer.ctx.step, fixed=Fixed(torch.zeros(0, dtype=torch.int64), 1)))
+    fixed = replace(layer.ctx, step=replace(layer.ctx.step, fixed=Fixed(1)))
     by_triton.group_pairs(fixed, layer.ids, table="routed")
     with pytest.raises(MoecError, match="expert 5 of `routed` does not exist"):
         device_flags.raise_faults(fixed)

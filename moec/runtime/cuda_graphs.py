@@ -1,12 +1,12 @@
 """Decode steps as graphs of kernels, which one launch puts on the device: for few rows, launching takes the longest.
 
-A graph has fixed shapes and reads fixed memory. So a step's rows are copied to buffers of its own, padded to a power of
-two, and each sequence reads its KV memory as far as the longest of all needs, also to a power of two: one graph for
-each pair of these. All ranks know the largest of all dp ranks, so that all take the same graphs; then their collectives
-fit together too. The first step of each pair runs kernel by kernel, on the same buffers: it compiles kernels and makes
-what is kept from step to step. The second is captured.
+A graph has fixed shapes and reads fixed memory. So a step's rows are copied to buffers of its own: row b belongs to KV
+slot b, up to a power of two of slots, and all read their KV memory, where it lies, as far as the longest needs, also to
+a power of two. There is one graph for each pair of these. All ranks know the largest of all dp ranks, so that all take
+the same graphs; then their collectives fit together too. The first step of each pair runs kernel by kernel, on the same
+buffers: it compiles kernels and makes what is kept from step to step. The second is captured.
 
-A padding row is token 0 at place 0 of a KV slot that no live sequence has; nothing reads what it leaves.
+The row of a slot without a live sequence is token 0 at place 0; nothing reads what it leaves there.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CudaCapture:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Rows of a graph, and how far each of its sequences reads KV memory."""
+    """Rows of a graph, one for each KV slot, and how far each reads KV memory."""
 
     rows: int
     reach: int
@@ -77,10 +77,10 @@ def bucket_of(program: Program, step: Step) -> Bucket | None:
     """The bucket of a step; None for one that no graph runs: several rows a sequence, or not every rank's step."""
     extent = step.extent
     is_plain = step.num_tokens == step.num_sequences == len(step.select)
-    if extent is None or not is_plain or not 0 < extent.rows <= program.slots or extent.tokens > program.context:
+    if extent is None or not is_plain or not 0 < extent.slots <= program.slots or extent.tokens > program.context:
         return None
     reach = min(program.context, max(LEAST_REACH, power_of_two(extent.tokens)))
-    return Bucket(min(program.slots, power_of_two(extent.rows)), reach)
+    return Bucket(min(program.slots, power_of_two(extent.slots)), reach)
 
 
 def power_of_two(number: int) -> int:
@@ -99,7 +99,7 @@ class Graphs:
     is_refused: bool = False
 
     def run(self, step: Step) -> Tensor | None:
-        """Logits [L, V] of a step, valid until the next one; None for one that no graph runs."""
+        """Logits [L, V] of a step; None for one that no graph runs."""
         bucket = bucket_of(self.program, step)
         if bucket is None or self.is_refused:
             return None
@@ -107,14 +107,13 @@ class Graphs:
         if is_first:
             self.buffers[bucket] = Buffers(_fixed_step(bucket, step.tokens.device))
         held = self.buffers[bucket]
-        _fill(held.step, step, self.program.slots)
-        if is_first:
-            return self.forward(held.step)[: step.num_tokens]
-        if held.recording is None and not self._record(held):
-            return self.forward(held.step)[: step.num_tokens]
+        slots = torch.tensor(step.slots, dtype=torch.int64).to(step.tokens.device)
+        _fill(held.step, step, slots)
+        if is_first or (held.recording is None and not self._record(held)):
+            return self.forward(held.step)[slots]
         assert held.recording is not None and held.logits is not None
         held.recording.replay()
-        return held.logits[: step.num_tokens]
+        return held.logits[slots]
 
     def _record(self, held: Buffers) -> bool:
         """Capture a bucket's graph. Where the device's library refuses, all steps go on kernel by kernel."""
@@ -128,25 +127,20 @@ class Graphs:
 
 def _fixed_step(bucket: Bucket, device: torch.device) -> Step:
     rows = bucket.rows
-    tokens, positions, slots = torch.zeros((3, rows), dtype=torch.int64, device=device)
+    tokens, positions = torch.zeros((2, rows), dtype=torch.int64, device=device)
     return Step(
         tokens,
         positions,
         select=torch.arange(rows, device=device),
-        slots=(0,) * rows,
+        slots=tuple(range(rows)),
         starts=tuple(range(rows + 1)),
         cached=(bucket.reach - 1,) * rows,
-        fixed=Fixed(slots, bucket.reach),
+        fixed=Fixed(bucket.reach),
     )
 
 
-def _fill(into: Step, step: Step, num_slots: int) -> None:
-    """Copy a step's rows, and put padding rows behind them."""
-    rows = step.num_tokens
-    assert into.fixed is not None
-    free = next((slot for slot in range(num_slots) if slot not in step.slots), 0)  # none is free where none is needed
-    slots = [*step.slots, *[free] * (into.num_tokens - rows)]
-    into.fixed.slots.copy_(torch.tensor(slots, dtype=torch.int64))
+def _fill(into: Step, step: Step, slots: Tensor) -> None:
+    """Copy a step's rows to those of their slots; the others are of no sequence."""
     for buffer, given in ((into.tokens, step.tokens), (into.positions, step.positions)):
-        buffer[:rows].copy_(given)
-        buffer[rows:].zero_()
+        buffer.zero_()
+        buffer[slots] = given

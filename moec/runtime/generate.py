@@ -153,10 +153,10 @@ class _Run:
 
     def _extent(self, wave: Wave) -> Extent | None:
         """Of the decode step that comes next; none where sequences go in several micro-batches."""
-        live = [[prompt for prompt in prompts if self._is_live(prompt)] for prompts in wave.prompts]
         if self.place.mesh.pp > 1:
             return None
-        return Extent(max(map(len, live)), max(self._length(prompt) for prompts in live for prompt in prompts))
+        live = [(slot, p) for prompts in wave.prompts for slot, p in enumerate(prompts) if self._is_live(p)]
+        return Extent(max(slot for slot, _ in live) + 1, max(self._length(prompt) for _, prompt in live))
 
     def _forward(
         self, phase: Callable[[Step], Tensor], pieces: Sequence[Piece], extent: Extent | None = None

@@ -29,8 +29,8 @@ class Reading:
 
     slots_T: KV slot of each row. lengths: places of each sequence that hold rows, the step's included; nothing where
     the step is of fixed shape, which the device alone knows. is_single: every sequence has one row, so all are read
-    together: place_BL are the places to read (beyond a sequence's end, its last place again), mask_BL says which of
-    them count (None: all have one length).
+    together: place_BL are the places to read (beyond a sequence's end, its last place again; None: all to the same
+    place, in slots as they lie), mask_BL says which of them count (None: all have one length).
     """
 
     step: Step
@@ -153,10 +153,11 @@ def _make_reading(step: Step) -> Reading:
 
 
 def _fixed_reading(step: Step, fixed: Fixed) -> Reading:
-    """Of a step of fixed shape, made on the device alone: as many places of each sequence as any may have."""
-    last_B1 = step.positions[:, None]
-    place_BL = torch.arange(fixed.reach, device=last_B1.device).expand(len(last_B1), -1)
-    return Reading(step, fixed.slots, (), True, torch.minimum(place_BL, last_B1), place_BL <= last_B1)
+    """Of a step of fixed shape, made on the device alone."""
+    device = step.positions.device
+    slots_T = torch.arange(fixed.first, fixed.first + step.num_tokens, device=device)
+    mask_BL = torch.arange(fixed.reach, device=device) <= step.positions[:, None]
+    return Reading(step, slots_T, (), True, None, mask_BL)
 
 
 def _append(ctx: Context, reading: Reading, **rows: Tensor) -> None:
@@ -173,6 +174,9 @@ def _read_one(ctx: Context, reading: Reading, name: str, index: int) -> Tensor:
 def _read_all(ctx: Context, reading: Reading, name: str) -> Tensor:
     """The rows of all sequences: [B, L, ...]; a view where they have one length and neighbouring slots."""
     memory, slots = ctx.kv[name], reading.step.slots
+    if reading.step.fixed is not None:
+        fixed = reading.step.fixed
+        return memory[fixed.first : fixed.first + reading.step.num_tokens, : fixed.reach]
     if reading.mask_BL is None and slots and slots == tuple(range(slots[0], slots[0] + len(slots))):
         return memory[slots[0] : slots[-1] + 1, : reading.lengths[0]]
     assert reading.place_BL is not None, "only sequences of one row each are read together"

@@ -30,12 +30,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Extent:
-    """The largest of all dp ranks in one decode step, which every rank knows alike: rows, and tokens of a sequence.
+    """The largest of all dp ranks in one decode step, which every rank knows alike.
 
-    A sequence's tokens are those behind it and the one of this step.
+    slots: KV slots as far as the last one with a live sequence. tokens: of a sequence, with the one of this step.
     """
 
-    rows: int
+    slots: int
     tokens: int
 
 
@@ -43,12 +43,12 @@ class Extent:
 class Fixed:
     """What makes the shapes of a decode step those of every other one: a graph of kernels needs that.
 
-    slots i64[T] on the device: the KV slot of each row, one row a sequence. Of each, the first `reach` places of KV
-    memory are read, those beyond its position without effect.
+    There is a row for each KV slot from slot `first` on, in order, whether a live sequence has it or none. Of each slot
+    the first `reach` places are read, those behind the row's own without effect.
     """
 
-    slots: Tensor
     reach: int
+    first: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ class Step:
             slots=tuple(self.slots[b] for b, _, _ in held),
             starts=(0, *(stop - rows.start for _, _, stop in held)),
             cached=tuple(self.cached[b] + first - self.starts[b] for b, first, _ in held),
-            fixed=self.fixed and Fixed(self.fixed.slots[rows], self.fixed.reach),
+            fixed=self.fixed and Fixed(self.fixed.reach, self.fixed.first + rows.start),
         )
 
 
