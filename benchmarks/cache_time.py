@@ -1,10 +1,11 @@
 """Time to first token and per token with experts behind emulated tiers, as ratios to all experts resident, in one run.
 
-    python benchmarks/cache_time.py MODEL_FOLDER TEXT_FILE... [--repeats N] [--tokens N] [--json FILE]
+    python benchmarks/cache_time.py MODEL_FOLDER TEXT_FILE... [--repeats N] [--tokens N] [--slower C] [--json FILE]
 
 1. The resident model gives the time of a layer and a routing trace, which plans are costed with.
 2. The host tier's rate is such that copies of all the experts that a step needs of a layer take as long as the layer
-   computes; the nvme tier has a quarter of it (2 GB/s and 500 MB/s in proportion). The plan's cluster is told that too.
+   computes, or C times as long; the nvme tier has a quarter of it (2 GB/s and 500 MB/s in proportion). The plan's
+   cluster is told that too.
 3. In each repetition every case runs the same prompts, one of each text at once, and greedy tokens behind them, case
    after case. `warm` cases keep their cache from one to the next, `cold` ones start without any expert in a slot.
 
@@ -170,8 +171,8 @@ def on_rank(work: Callable[[Rank], T]) -> T:
     return found  # type: ignore[return-value]
 
 
-def settle_rates(folder: Path, work: Path, batches: list[Batch], num_tokens: int) -> Rates:
-    """Rates under which the copies of all experts that a step needs of a layer take as long as the layer."""
+def settle_rates(folder: Path, work: Path, batches: list[Batch], num_tokens: int, slower: float = 1.0) -> Rates:
+    """Rates under which copies of all experts that a step needs of a layer take `slower` times as long as the layer."""
     size, trace = len(batches[0]), work / "routing.npz"
     plain = compile_case(folder, work, CASES[0], size, Rates())
 
@@ -192,7 +193,7 @@ def settle_rates(folder: Path, work: Path, batches: list[Batch], num_tokens: int
     us = compile_case(folder, work, CASES[0], size, Rates(memory=1e9)).document["phases"]["decode"]["us"]
     modelled = sum(us[run.body] * max(1, len(run.layers)) for run in program.runs)
     copied = sum(count * num_bytes for count, num_bytes in zip(needed, sizes.values(), strict=True))
-    return Rates(host=copied / token, memory=1e9 * modelled * 1e-6 / token, trace=trace)
+    return Rates(host=copied / token / slower, memory=1e9 * modelled * 1e-6 / token, trace=trace)
 
 
 def run(folder: Path, work: Path, batches: list[Batch], num_tokens: int, rates: Rates) -> dict[str, list[Sample]]:
@@ -251,6 +252,7 @@ def main() -> None:
     parser.add_argument("texts", type=Path, nargs="+", help="a prompt of each runs in a step")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--slower", type=float, default=1.0, help="copies take so many times as long as the layer")
     parser.add_argument("--json", type=Path, help="write every sample into this file")
     options = parser.parse_args()
     texts = [Text(options.model).encode(path.read_text()) for path in options.texts]
@@ -260,7 +262,7 @@ def main() -> None:
     batches = [[tokens[cut] for tokens in texts] for cut in cuts]
     short = [[prompt[:PROMPT] for prompt in batch] for batch in batches[:4]]
     with tempfile.TemporaryDirectory() as work:
-        rates = settle_rates(options.model, Path(work), short, options.tokens)
+        rates = settle_rates(options.model, Path(work), short, options.tokens, options.slower)
         assert rates.host is not None
         print(f"host tier {rates.host / 1e6:.0f} MB/s, nvme tier {rates.host / 4e6:.0f} MB/s")
         found = run(options.model, Path(work), batches, options.tokens, rates)

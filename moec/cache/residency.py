@@ -142,7 +142,9 @@ class Residency:
         """
         self._check(layer, experts)
         missing = [expert for expert in dict.fromkeys(experts) if expert not in self._tables[layer]][:most]
-        kept = self._wanted.union((layer, expert) for expert in experts) if missing else self._wanted
+        if not missing:
+            return []
+        kept = self._wanted.union((layer, expert) for expert in experts)
         places = self._places(layer, len(missing), kept)
         loads = [Load(expert, slot, gone) for expert, (slot, gone) in zip(missing, places, strict=False)]
         for load in loads:

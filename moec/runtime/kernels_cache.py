@@ -37,10 +37,14 @@ def guess(
     """The experts that a later layer's norm and router would choose for these rows: i64 [S, k].
 
     What a plain softmax router prefers is what has the largest products, and a row's norm scales all of them alike: so
-    neither is computed. Equal scores are not told apart as `route` does; a guess may be wrong.
+    neither is computed, and the norm's weights are put into the router's once. Equal scores are not told apart as
+    `route` does; a guess may be wrong.
     """
     if choice["score"] == "softmax" and choice["groups"] == 1 and bias_E is None:
-        return F.linear(x_SD.float() * norm_D.float(), router_ED.float()).topk(choice["top"], dim=-1).indices
+        key = "guess", router_ED.data_ptr()
+        if key not in ctx.memo:
+            ctx.memo[key] = router_ED.float() * norm_D.float()
+        return F.linear(x_SD.float(), ctx.memo[key]).topk(choice["top"], dim=-1).indices
     logits_SE = router_logits(ctx, rms_norm(ctx, x_SD, norm_D, eps=eps), router_ED)
     return route(ctx, logits_SE, bias_E, **choice, renormalize=False, scale=1.0, table="guess")[0]
 
