@@ -40,7 +40,8 @@ def gemm_entry(choice: Choice, device: Device, rows_per_expert: int) -> dict[str
         "rows": {"useful": cost.useful_rows, "padded": cost.padded_rows, "tiles": cost.tiles},
         "us": _times(cost),
         "fallback": values.fallback.text,
-        "selection": {"candidates": choice.candidates, "compiled": choice.compiled},
+        "selection": {"candidates": choice.candidates, "compiled": choice.compiled, "times": dict(choice.times)},
+        "tuned_us": min((us for _, us in choice.times), default=None),
     }
 
 
@@ -67,6 +68,7 @@ def rows_entry(kernels: Sequence[Compiled], warps: int, cost: RowsCost, fallback
         },
         "fallback": fallback,
         "selection": None,
+        "tuned_us": None,
     }
 
 

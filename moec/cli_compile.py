@@ -13,6 +13,7 @@ import typer
 from moec.diagnostics import did_you_mean, fail
 
 if TYPE_CHECKING:
+    from moec.codegen.kernel_tune import Measure
     from moec.ir import Program
     from moec.passes import Pass
 
@@ -35,6 +36,9 @@ def compile_command(
     print_after: Annotated[
         str | None, typer.Option(metavar="PASS|all", help="Print the Programs after it too.")
     ] = None,
+    is_tuned: Annotated[
+        bool, typer.Option("--tune", help="Choose GPU kernels by timing them on the GPU here.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")] = False,
 ) -> None:
     """Compile a .moe file to a folder. Both phases' Programs, modules and kernels, and the plan."""
@@ -46,13 +50,26 @@ def compile_command(
     if stop_after is not None:
         _print_stopped(file, plan, overrides or [], target, stop_after, observers, trace)
         return
-    artifact = compile(file, plan, overrides or [], target, observers=observers, weights=weights, trace=trace)
+    measure = _measurer(target) if is_tuned else None
+    artifact = compile(
+        file, plan, overrides or [], target, observers=observers, weights=weights, trace=trace, measure=measure
+    )
     folder = output if output is not None else file.with_suffix(".build")
     artifact.save(folder)
     if as_json:
         sys.stdout.write(json.dumps(dict(artifact.document), sort_keys=True) + "\n")
     else:
         _summarise(folder, artifact.document)
+
+
+def _measurer(target: str) -> Measure:
+    """Times kernels on the GPU that is there. Raises E0535, E0536."""
+    if target == "cpu":
+        raise typer.BadParameter("--tune: give --target the GPU that is here, such as cuda:90")
+    from moec.codegen.targets import find_target
+    from moec.runtime.tune import measurer
+
+    return measurer(find_target(target).name)
 
 
 def _summarise(folder: Path, document: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from moec.artifact import Artifact, name_of
 from moec.checked import Plan
 from moec.checkpoint import has_weights, open_checkpoint
 from moec.codegen.cpp import kernels_of, render_cpp
+from moec.codegen.kernel_tune import Measure
 from moec.codegen.phase import render_phase
 from moec.compiler_kernels import compile_kernels
 from moec.diagnostics import CompileError, Diagnostic, SourceFile, did_you_mean
@@ -83,10 +84,12 @@ def compile(
     observers: Iterable[Observer] = (),
     weights: Path | None = None,
     trace: Path | None = None,
+    measure: Measure | None = None,
 ) -> Artifact:
     """Compile a `.moe` file. `overrides` are `--set` texts; `target` is cpu or a GPU to compile kernels for.
 
-    `trace`: routing of real tokens, over which costs are counted in place of random routing.
+    `trace`: routing of real tokens, over which costs are counted in place of random routing. `measure`: times GPU
+    kernels, whose tiles are chosen by that in place of the cost model.
 
     Raises CompileError where the program is wrong, MoecError where a checkpoint or a trace does not match.
     """
@@ -102,7 +105,7 @@ def compile(
     programs = [program for stage in stages for program in stage.values()]
     folder = find_weights(chosen.model.weights, path.parent, weights, must_exist=False)
     fingerprint = open_checkpoint(folder).fingerprint if folder is not None and has_weights(folder) else None
-    made = compile_kernels(programs, target)
+    made = compile_kernels(programs, target, measure)
     cache = cache_document(chosen, stages, caches.found, target, path.parent)
     document = plan_document(chosen, stages, exchanges.found, target, made.entries, fingerprint, traced, cache)
     modules = {f"{name_of(program)}.py": render_phase(program) for program in programs}

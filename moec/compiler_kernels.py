@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from moec.codegen.devices import Device
+from moec.codegen.expected_rows import Rows
 from moec.codegen.grouped_gemm import (
     GroupedGemm,
     Projection,
@@ -24,6 +26,7 @@ from moec.codegen.kernel_route import Score, specialise_route
 from moec.codegen.kernel_rows import specialise_group, specialise_reduce
 from moec.codegen.kernel_select import Choice, select
 from moec.codegen.kernel_store import Compiled, compiled
+from moec.codegen.kernel_tune import Measure, tune
 from moec.codegen.offline import Launch
 from moec.codegen.renderer import Comment
 from moec.codegen.targets import Target, find_target
@@ -96,15 +99,16 @@ def render_kernel(values: GroupedGemm | Moving, comments: Iterable[Comment] = ()
     return render_moving(values, comments)
 
 
-def compile_kernels(programs: Iterable[Program], target: str) -> Kernels:
+def compile_kernels(programs: Iterable[Program], target: str, measure: Measure | None = None) -> Kernels:
     """The kernels of every operation that was given to Triton; none for the target `cpu`.
 
-    Raises E0520 without Triton, E0521 for a target that is none, E0523 and E0533 where no tile fits.
+    `measure` times grouped products, whose tiles are then chosen by that. Raises E0520 without Triton, E0521 for a
+    target that is none, E0523 and E0533 where no tile fits.
     """
     kernels = Kernels()
     if target == "cpu":
         return kernels
-    chosen: dict[object, Choice] = {}
+    chosen = _Chooser(measure)
     for program in programs:
         for use in uses(program):
             if use.op in GEMMS:
@@ -114,16 +118,26 @@ def compile_kernels(programs: Iterable[Program], target: str) -> Kernels:
     return kernels
 
 
-def _add_gemm(kernels: Kernels, use: Use, target: Target, chosen: dict[object, Choice]) -> None:
+@dataclass
+class _Chooser:
+    """Chooses kernels, once for each question."""
+
+    measure: Measure | None
+    _found: dict[object, Choice] = field(default_factory=dict)
+
+    def __call__(self, wanted: GroupedGemm, rows: Rows, tokens: int, device: Device) -> Choice:
+        key = (wanted, rows.tobytes(), tokens, device)
+        if key not in self._found:
+            given = (candidates(wanted), rows, tokens, device, compile_gemm)
+            self._found[key] = select(*given) if self.measure is None else tune(*given, self.measure)
+        return self._found[key]
+
+
+def _add_gemm(kernels: Kernels, use: Use, target: Target, choose: _Chooser) -> None:
     """Choose the tiles for each number of experts that a rank may hold."""
     device = device_of(use.program, target)
     for held in _held(use):
-        rows = np.resize(use.load.rows, held)
-        wanted = wanted_gemm(use, target, held)
-        key = (wanted, rows.tobytes(), use.load.tokens, device)
-        if key not in chosen:
-            chosen[key] = select(candidates(wanted), rows, use.load.tokens, device, compile_gemm)
-        choice = chosen[key]
+        choice = choose(wanted_gemm(use, target, held), np.resize(use.load.rows, held), use.load.tokens, device)
         kernels.add(use, choice.values, [("grouped_gemm", choice.kernel)], gemm_entry(choice, device, _mean_rows(use)))
 
 
