@@ -18,6 +18,7 @@ from torch import Tensor
 from moec.artifact import Artifact
 from moec.artifact import load as load_artifact
 from moec.cache_files import CacheSettings, find_cache
+from moec.runtime.capturable import notes as graph_notes
 from moec.runtime.cpp_library import notes
 from moec.runtime.expert_notes import OneNote
 from moec.runtime.generate import Request, collect_logits, generate
@@ -26,7 +27,7 @@ from moec.runtime.launch_rank import Rank, device_kind
 from moec.runtime.run_counts import gather_dropped, may_drop, tell_dropped
 from moec.runtime.sampling import Sampling
 from moec.runtime.schedule import check_prompts
-from moec.runtime.session import check_weights, open_session, read_limits
+from moec.runtime.session import check_device, check_weights, open_session, read_limits
 from moec.runtime.text import read_eos
 from moec.weights_path import find_weights
 
@@ -77,8 +78,11 @@ class Model:
                 return result.tokens if rank.rank == 0 else None
 
             kind = device_kind()
+            check_device(self.artifact, kind)
             for note in notes(self.artifact.programs, kind):
                 LOG.warning("%s; torch's kernels serve", note)
+            for note in graph_notes(self.artifact.programs, kind):
+                LOG.warning("%s", note)
             (tokens, *_) = run_ranks(main, self.artifact.num_ranks, kind=kind)
             saved = load_file(kept) if request.keep_logits else {}
         assert isinstance(tokens, list)

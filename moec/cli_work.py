@@ -38,7 +38,7 @@ from moec.runtime.routing_record import check_recordable, gather_trace
 from moec.runtime.run_counts import gather_dropped, may_drop, tell_dropped
 from moec.runtime.sampling import Sampling
 from moec.runtime.schedule import check_prompts
-from moec.runtime.session import check_weights, open_session, read_limits
+from moec.runtime.session import check_device, check_weights, no_gpu, open_session, read_limits
 from moec.runtime.text import Text, TextStream, parse_tokens, read_eos, read_prompts
 from moec.runtime.timeline import gather_events, start_recorder
 from moec.weights_path import find_weights
@@ -84,7 +84,8 @@ def prepare(options: Options) -> Job:
     is_made = options.source.is_dir()
     artifact = load_artifact(options) if is_made else compile_file(options)
     bases = artifact.bases(options.source) if is_made else options.source.parent
-    _check_device(artifact, options, kind)
+    if options.kernels != "interpret":
+        check_device(artifact, kind)
     folder = find_weights(artifact.document["weights"]["path"], bases, options.weights)
     assert folder is not None
     is_compiled = options.weights is None or not options.source.is_dir()
@@ -116,19 +117,8 @@ def _kind_of_device(options: Options) -> str:
     """cuda or cpu. Raises E0537 where Triton's kernels are asked for and there is no GPU."""
     kind = device_kind()
     if options.kernels == "triton" and kind == "cpu":
-        raise _no_gpu("`--kernels triton` needs a GPU, and PyTorch sees none")
+        raise no_gpu("`--kernels triton` needs a GPU, and PyTorch sees none")
     return "cpu" if options.kernels == "interpret" else kind
-
-
-def _check_device(artifact: Artifact, options: Options, kind: str) -> None:
-    """Refuse to interpret by the way what was compiled for a GPU: it would take hours."""
-    if kind == "cpu" and options.kernels != "interpret" and artifact.document["target"] != "cpu":
-        raise _no_gpu(f"`{options.source}` was compiled for {artifact.document['target']}, and PyTorch sees no GPU")
-
-
-def _no_gpu(why: str) -> MoecError:
-    help = "install a PyTorch for your GPU, or `--kernels interpret` runs the same kernels on the CPU, very slowly"
-    return fail("E0537", why, help)
 
 
 def compile_file(options: Options) -> Artifact:

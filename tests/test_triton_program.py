@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from moec import compiler
+from moec import api, compiler
 from moec.artifact import Artifact
 from moec.compiler_kernels import Kernels
+from moec.diagnostics import MoecError
 from moec.ir import op_of
 from tests import checkpoints
 from tests.commands import moec
@@ -123,10 +124,14 @@ def test_run_with_triton_wants_a_gpu(tiny: Path) -> None:
 def test_run_wants_a_gpu_for_what_was_compiled_for_one(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler, "compile_kernels", lambda programs, target: Kernels())
+    monkeypatch.setattr(compiler, "compile_kernels", lambda *given: Kernels())
     compiler.compile(tiny, target="cuda:90").save(tmp_path / "build")
     done = moec("run", str(tmp_path / "build"), "--tokens", "1,2", env=NO_GPU).wait()
     assert done.code == 4 and "E0537" in done.err and "was compiled for cuda:90" in done.err
+    monkeypatch.setattr(api, "device_kind", lambda: "cpu")
+    with pytest.raises(MoecError, match="compiled for cuda:90") as error:
+        api.load(tmp_path / "build", weights=tiny.parent).generate([[1, 2]], max_new_tokens=1)
+    assert error.value.diagnostics[0].code == "E0537"
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from moec.artifact import Artifact
 from moec.cache_files import CacheSettings
 from moec.checkpoint import Fingerprint, check_unchanged
 from moec.codegen.kernel_choice import Chosen, Product, read_choices
-from moec.diagnostics import fail
+from moec.diagnostics import MoecError, fail
 from moec.importer_match import check_declared
 from moec.runtime.capturable import obstacle
 from moec.runtime.cuda_graphs import CudaCapture
@@ -103,6 +103,22 @@ def _read_choices(artifact: Artifact, rank: Rank) -> dict[Product, Chosen]:
         return read_choices(artifact.document["kernels"], target_of(rank.device).name)
     except ValueError as error:
         raise fail("E0771", f"plan.json cannot be used: {error}", "compile the `.moe` file again") from None
+
+
+def check_device(artifact: Artifact, kind: str) -> None:
+    """Refuse to interpret by the way what was compiled for a GPU, which would take hours. `kind`: cuda or cpu.
+
+    Raises:
+        MoecError: E0537.
+    """
+    target = artifact.document["target"]
+    if kind == "cpu" and target != "cpu":
+        raise no_gpu(f"the plan was compiled for {target}, and PyTorch sees no GPU")
+
+
+def no_gpu(why: str) -> MoecError:
+    help = "install a PyTorch for your GPU, or `--kernels interpret` runs the same kernels on the CPU, very slowly"
+    return fail("E0537", why, help)
 
 
 def check_weights(artifact: Artifact, folder: Path, is_compiled: bool) -> Fingerprint:
