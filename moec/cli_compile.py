@@ -13,9 +13,9 @@ import typer
 from moec.diagnostics import did_you_mean, fail
 
 if TYPE_CHECKING:
-    from moec.codegen.kernel_tune import Measure
     from moec.ir import Program
     from moec.passes import Pass
+    from moec.runtime.tune import Measure
 
 
 def compile_command(
@@ -66,10 +66,9 @@ def _measurer(target: str) -> Measure:
     """Times kernels on the GPU that is there. Raises E0535, E0536."""
     if target == "cpu":
         raise typer.BadParameter("--tune: give --target the GPU that is here, such as cuda:90")
-    from moec.codegen.targets import find_target
     from moec.runtime.tune import measurer
 
-    return measurer(find_target(target).name)
+    return measurer(target)
 
 
 def _summarise(folder: Path, document: Mapping[str, Any]) -> None:

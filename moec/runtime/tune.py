@@ -8,7 +8,8 @@ import torch
 
 from moec.codegen.expected_rows import Rows
 from moec.codegen.grouped_gemm import GroupedGemm, RowSource, Store
-from moec.codegen.kernel_tune import Measure
+from moec.codegen.kernel_tune import Measure as Measure
+from moec.codegen.targets import find_target
 from moec.diagnostics import fail
 from moec.runtime.kernels_triton import DTYPES, launch_grouped_gemm, target_of
 
@@ -17,7 +18,8 @@ WARM_MS, TIMED_MS = 20, 80
 
 
 def measurer(target: str) -> Measure:
-    """Times kernels for `target`. Raises E0535 without a GPU and E0536 where it is of another kind."""
+    """Times kernels for `target`. Raises E0521 for a target that is none, E0535 without a GPU, E0536 with another one."""
+    find_target(target)
     if not torch.cuda.is_available():
         without = "without `--tune` the cost model chooses, which needs no GPU"
         raise fail("E0535", "`--tune` times kernels, and there is no GPU here", without)
