@@ -18,7 +18,7 @@ WARM_MS, TIMED_MS = 20, 80
 
 
 def measurer(target: str) -> Measure:
-    """Times kernels for `target`. Raises E0521 for a target that is none, E0535 without a GPU, E0536 with another one."""
+    """Times kernels for `target`. Raises E0521 where that is none, E0535 without a GPU, E0536 with another one."""
     find_target(target)
     if not torch.cuda.is_available():
         without = "without `--tune` the cost model chooses, which needs no GPU"
