@@ -103,8 +103,7 @@ def occupancy(device: Device, target: Target, warps: int, registers: int, shared
     NVIDIA gives registers to warps in units of 256, AMD vector registers in units of 8 a lane, 512 a lane in all.
     """
     if target.backend == "hip":
-        per_simd = min(8, 512 // max(8, -(-registers // 8) * 8))
-        by_registers = per_simd * 4 // warps
+        by_registers = 512 // max(8, -(-registers // 8) * 8) * 4 // warps
     else:
         by_registers = device.registers // (warps * -(-registers * target.warp_size // 256) * 256)
     limits = {

@@ -18,7 +18,8 @@ def gemm_entry(choice: Choice, device: Device, rows_per_expert: int) -> dict[str
     """A grouped GEMM, chosen for about so many rows an expert, and costed."""
     values, kernel, cost = choice.values, choice.kernel, choice.cost
     assert cost.occupancy is not None
-    pairs = zip(values.bodies, match_loops(values, kernel.code.loops), strict=True)
+    found = zip(values.bodies, match_loops(values, kernel.code.loops), strict=True)
+    loops = {loop: tile for tile, loop in reversed(list(found)) if loop is not None}  # one may hold several bodies
     return {
         **_usage((kernel,), cost.occupancy, device),
         "launches": 1,
@@ -33,8 +34,7 @@ def gemm_entry(choice: Choice, device: Device, rows_per_expert: int) -> dict[str
                 "tile_slots": loop.tile_slots,
                 "loads": dict(loop.loads),
             }
-            for tile, loop in pairs
-            if loop is not None
+            for loop, tile in reversed(loops.items())
         ],
         "bytes": {"moved": round(cost.traffic.moved), "minimum": round(cost.traffic.minimum)},
         "rows": {"useful": cost.useful_rows, "padded": cost.padded_rows, "tiles": cost.tiles},

@@ -11,17 +11,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from moec.artifact import load
 from moec.checked import Plan
+from moec.cli import app
 from moec.codegen.devices import DEVICES
 from moec.codegen.expected_rows import even_rows, power_law_rows, random_rows
 from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, specialise
 from moec.codegen.kernel_candidates import candidates
 from moec.codegen.kernel_select import Choice, select
 from moec.codegen.layer_cost import LayerCost, compare, layer_cost, reduce_cost
+from moec.codegen.machine_code import read_cubin
 from moec.codegen.targets import TARGETS, Dtype
 from moec.compiler import checked_plan, compile_phase
-from moec.compiler_kernels import GEMMS, compile_gemm, compile_kernels, wanted_gemm
+from moec.compiler_kernels import GEMMS, compile_gemm, wanted_gemm
 from moec.compiler_uses import Use, uses
 from moec.ir import Program
 from moec.specs import read, shipped
@@ -156,8 +160,12 @@ def plans(folder: Path) -> dict[str, Plan]:
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Program]]:
-    folder = tmp_path_factory.mktemp("models")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def programs(folder: Path) -> dict[str, list[Program]]:
     return {
         name: [compile_phase(plan, phase, f"{name}.moe", "triton") for phase in ("prefill", "decode")]
         for name, plan in plans(folder).items()
@@ -188,14 +196,24 @@ def test_products_of_every_model_compile_for_every_target(
         assert kernel.report.shared_bytes <= TARGETS[target].shared_limit
 
 
-def test_a_whole_plan_of_a_decode_step(programs: dict[str, list[Program]]) -> None:
-    """Every operation that was given to Triton has an entry, its text and its machine code."""
-    made = compile_kernels(programs["qwen3_30b_a3b"][1:], "cuda:90")
-    assert [entry["op"] for entry in made.entries] == [use.op for use in uses(programs["qwen3_30b_a3b"][1])]
-    for entry in made.entries:
-        files = [name for name in (*made.sources, *made.binaries) if name.startswith(f"kernels/{entry['name']}.")]
-        assert {Path(name).suffix for name in files} == {".py", ".ptx", ".cubin"}
-        assert entry["spills"] == 0
-        assert entry["us"]["roof"] <= entry["us"]["predicted"]
-    (text,) = [text for name, text in made.sources.items() if name.endswith(".py") and "gate_up" in name]
+def test_a_compiled_folder_has_text_and_machine_code_of_every_kernel(
+    folder: Path, programs: dict[str, list[Program]], tmp_path: Path
+) -> None:
+    """And `moec kernels` shows each. What is known of machine code comes back from the folder, nothing is run."""
+    command = ["compile", str(folder / "qwen3_30b_a3b.moe"), "--target", "cuda:90", "-o", str(tmp_path / "build")]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.stderr
+    assert "gate_up" in done.stderr and "us predicted" in done.stderr
+    artifact = load(tmp_path / "build")
+    entries = artifact.document["kernels"]
+    assert [entry["op"] for entry in entries] == [use.op for p in programs["qwen3_30b_a3b"] for use in uses(p)]
+    names = [*artifact.sources, *artifact.binaries]
+    for entry in entries:
+        files = {Path(name).suffix for name in names if name.startswith(f"kernels/{entry['name']}.")}
+        assert files == {".py", ".ptx", ".cubin"}
+        assert entry["spills"] == 0 and entry["us"]["roof"] <= entry["us"]["predicted"]
+    assert all(read_cubin(code).registers for code in artifact.binaries.values())
+    (text,) = [text for name, text in artifact.sources.items() if name.endswith("t16.py") and "gate_up" in name]
     assert "decode, sparse, qwen3_30b_a3b.moe:" in text
+    shown = CliRunner().invoke(app, ["kernels", str(tmp_path / "build")])
+    assert shown.exit_code == 0 and shown.stdout.count("HGMMA 64x256x16") == 2
