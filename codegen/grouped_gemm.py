@@ -7,11 +7,12 @@ is specialised by shapes, dtype and target; its rows are known only when it runs
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from moec.codegen.offline import Launch, Report, Signature, compile_kernel
-from moec.codegen.renderer import Comment, render
+from moec.codegen.renderer import BUG, Comment, render
 from moec.codegen.targets import Dtype, Target, find_target
 from moec.codegen.tiles import (
     MANY_ROWS,
@@ -288,8 +289,26 @@ def specialise(
     )  # fmt: skip
 
 
+def tile_fault(values: GroupedGemm) -> str | None:
+    """Why one kernel cannot be made of these tiles, or None."""
+    first = values.tiles[0]
+    if any(large.m % small.m for large, small in itertools.pairwise(values.tiles)):
+        return "rows are cut from the largest down, each a multiple of the next"
+    if any((tile.n, tile.k) != (first.n, first.k) for tile in values.tiles):
+        return "one box of weights serves all, so they have the same columns and depth"
+    if values.form is Form.TMA and values.is_deep_ragged:
+        return f"descriptors take whole steps, and {values.depth} is no multiple of {first.k}"
+    return None
+
+
 def render_grouped_gemm(values: GroupedGemm, comments: Iterable[Comment] = ()) -> str:
-    """The kernel's source text; `comments` are the `.moe` lines it serves, one each. The kernel is `grouped_gemm`."""
+    """The kernel's source text; `comments` are the `.moe` lines it serves, one each. The kernel is `grouped_gemm`.
+
+    Raises E0529 for tiles that one kernel cannot be made of.
+    """
+    if (fault := tile_fault(values)) is not None:
+        tiles = ", ".join(str(tile) for tile in values.tiles)
+        raise fail("E0529", f"`{values.name}` cannot be made of the tiles {tiles}: {fault}", BUG)
     return render("triton/grouped_gemm.py.jinja", k=values, serves=tuple(comments))
 
 

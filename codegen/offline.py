@@ -63,8 +63,7 @@ def compile_kernel(source: str, name: str, arguments: Signature, target: Target,
     except MoecError:
         raise
     except Exception as error:  # Triton's errors have no common class
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        reason = printable(lines[-1])  # the first ones say where, the last one what
+        reason = _last_word(error)
         raise fail("E0524", f"kernel `{launch.label}` does not compile for {target.name}: {reason}", BUG) from error
     binary = compiled.asm["hsaco" if target.backend == "hip" else "cubin"]
     assembly = compiled.asm["amdgcn" if target.backend == "hip" else "ptx"]
@@ -72,6 +71,14 @@ def compile_kernel(source: str, name: str, arguments: Signature, target: Target,
     return Report(
         launch.label, target.name, registers, spills, compiled.metadata.shared, assembly, binary, compiled.asm["ttir"]
     )
+
+
+def _last_word(error: BaseException) -> str:
+    """What is wrong: the last line of the innermost error; the lines before, and the errors around it, say where."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return printable(lines[-1])
 
 
 def _compile(kernel: Any, arguments: Signature, target: Target, launch: Launch) -> Any:

@@ -164,19 +164,15 @@ def test_small_and_ragged_shapes_compile_in_other_dtypes(dtype: Dtype, depth: in
 
 
 def narrow_addresses(ttir: str, values: GroupedGemm) -> list[str]:
-    """Products with a row's or an expert's length that are made in 32 bits, but those within one expert's weights."""
+    """Products with a row's, a line's or an expert's length that are made in 32 bits."""
     text = re.sub(r" loc\(.*\)", "", ttir)
-    lengths = {values.depth, values.width, values.depth * values.width, 2 * values.depth * values.width}
+    lengths = {values.depth, values.width, values.sides * values.depth * values.width}
     constant = {
         name: int(number) for name, number in re.findall(r"(%[\w-]+) = arith\.constant (?:dense<)?(\d+)>? : \S+", text)
     }
     products = re.findall(r"(%\w+) = arith\.muli (%\w+), (%[\w-]+) : (\S+)", text)
-    within = [name for name, *_ in products if re.match(r"%(w_WK|gate_at|up_at|result_at)", name)]
-    return [
-        name
-        for name, _, factor, kind in products
-        if constant.get(factor) in lengths and "i64" not in kind and not (name in within and "x1xi32" in kind)
-    ]
+    addresses = [product for product in products if not (product[0].startswith("%line") and "x1x" not in product[3])]
+    return [name for name, _, factor, kind in addresses if constant.get(factor) in lengths and "i64" not in kind]
 
 
 @pytest.mark.parametrize(("variant", "target"), [("gathered", "cuda:90"), ("gate_up", "cuda:80"), ("down", "cuda:80")])
@@ -189,7 +185,8 @@ def test_addresses_pass_2_to_the_31(variant: str, target: str) -> None:
     for wide, narrow in (
         ("row.to(tl.int64) * N", "row * N"),
         ("source_R[:, None]", "source_R.to(tl.int32)[:, None]"),
-        ("side.to(tl.int64)", "side"),
+        ("(tl.minimum(column, N - 1) + side * N).to(tl.int64)", "(tl.minimum(column, N - 1) + side * N)"),
+        ("expert.to(tl.int64)", "expert"),
     ):
         if wide in source:
             narrowed = compile_grouped_gemm(values, source.replace(wide, narrow))

@@ -75,8 +75,8 @@ def test_the_cases_have_every_form_and_body() -> None:
     seen = set()
     for variant, (target, rows, dtype), _, experts, depth, width, top, _ in CASES:
         values = kernel(variant, depth, width, experts, dtype, target, rows, top)
-        seen |= {(values.form, variant, tile.m, tile.swapped) for tile in values.tiles}
-    bodies = {(128, False), (64, True), (32, True), (16, True), (64, False), (16, False)}
+        seen |= {(values.form, variant, body.m, body.swapped) for body in values.bodies}
+    bodies = {(128, False), (64, True), (32, True), (16, True), (8, True), (64, False), (16, False)}
     assert {(form, variant, *body) for form in Form for variant in VARIANTS for body in bodies} == seen
 
 
