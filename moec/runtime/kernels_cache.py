@@ -162,8 +162,11 @@ def _held(ctx: Context, table: str) -> tuple[tuple[int, ...], dict[int, int]]:
 
 
 def _matrices(ctx: Context, slots_CNK: Tensor) -> Callable[[int], Tensor]:
-    """Slot -> its matrix, transposed: [K, N]. Slots do not move, so views of them are made once."""
-    key = "matrices", slots_CNK.data_ptr()
+    """Slot -> its matrix, transposed: [K, N]. Slots do not move, so views of them are made once.
+
+    Layers whose experts have other sizes may have theirs at the same address.
+    """
+    key = "matrices", slots_CNK.data_ptr(), slots_CNK.shape
     if key not in ctx.memo:
         views = [matrix.t() for matrix in slots_CNK.unbind()]
         is_aligned = not any(view.data_ptr() % GROUPED_ALIGNMENT for view in views)
