@@ -76,6 +76,8 @@ def test_the_trace_of_a_plan_must_be_the_one_it_was_compiled_with(work: Path, se
     code, line = refused(artifact)
     assert code == 3
     assert line.startswith("moec: error[E0645]: the trace `past.npz` that the cache goes by is not there; put it back")
+    with pytest.raises(MoecError, match=r"trace `elsewhere/past.npz` or `here/past.npz` that the cache goes by"):
+        find_cache(artifact.document, [Path("elsewhere"), Path("here"), Path("here")])
 
 
 def test_a_trace_that_cannot_be_read_is_named(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
