@@ -9,21 +9,17 @@ tensor cores take them from registers. `moec.runtime.quantise` has the formats.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moec.codegen.devices import device_for
 from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, Store, Weights
 from moec.codegen.offline import Launch, Report, Signature, compile_kernel
 from moec.codegen.quantise_rows import GROUP, has_fp8_products
+from moec.codegen.quantised_sizes import GROUP_BYTES, LINES, Sizes, fitting_sizes, group_bytes, wanted_sizes
 from moec.codegen.renderer import Comment, render
 from moec.codegen.targets import Dtype, Target, find_target
-from moec.codegen.tiles import FEW_ROWS, MANY_ROWS, SOME_ROWS, Form, Tile
+from moec.codegen.tiles import MANY_ROWS, Form, Tile
 from moec.diagnostics import fail
-
-#: Lines of weights of a tile, gate and up together: two instructions of 64.
-LINES = 128
-#: Bytes that 128 columns of one line take.
-GROUP_BYTES = {Weights.FP8: 128, Weights.INT8: 128, Weights.INT4: 64}
 
 
 @dataclass(frozen=True)
@@ -84,11 +80,6 @@ class QuantisedGemm(GroupedGemm):
         return (0x7F << self.code_shift) * 0x10001
 
     @property
-    def sign_bits(self) -> int:
-        """The signs of a word's two numbers, as a signed integer."""
-        return 0x80008000 - 2**32
-
-    @property
     def code_factor(self) -> float:
         """2 to the difference of the exponents' biases: 127, or 15, and 7."""
         return 2.0**120 if self.dtype is Dtype.BF16 else 2.0**8
@@ -99,23 +90,9 @@ class QuantisedGemm(GroupedGemm):
         plain = super().name
         return plain.replace(f"_{self.dtype.value}_", "_e4m3_") if self.quantised_rows else plain
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """Row tiles, largest first, with the warps and stages of loads of all of them."""
-
-    rows: tuple[int, ...]
-    warps: int
-    stages: int
-
-    def __str__(self) -> str:
-        """`128+64+32+16 rows, 4 stages, 8 warps`."""
-        return f"{'+'.join(map(str, self.rows))} rows, {self.stages} stages, {self.warps} warps"
-
-    def shared_bytes(self, row_bytes: int, line_bytes: int, target: Target) -> int:
-        """Shared memory of the staged tiles, whose rows and lines have so many bytes in 128 columns, and a scale."""
-        buffers = self.stages if target.has_tma else self.stages - 1
-        return buffers * (self.rows[0] * (row_bytes + 4) + LINES * (line_bytes + 4)) + target.barrier_bytes
+    def shared_bytes(self, target: Target) -> int:
+        sizes = Sizes(self.sizes, self.warps, self.stages, self.has_wide)
+        return sizes.shared_bytes(*group_bytes(self.weights, self.dtype, self.quantised_rows, target), target)
 
 
 def specialise_quantised(
@@ -145,44 +122,20 @@ def specialise_quantised(
             f"a grouped {op.value} kernel cannot serve {experts} experts of hidden {hidden} and inner {inner}",
             "each must be at least 1 and hidden * inner below 2^31",
         )
-    wanted = _wanted(target, quantised_rows, rows_per_expert)
-    row_bytes = GROUP if quantised_rows else GROUP * dtype.num_bytes
-    sizes = _fitting(wanted, row_bytes, GROUP_BYTES[weights], target)
+    wanted = wanted_sizes(target, quantised_rows, rows_per_expert)
+    row_bytes, line_bytes = group_bytes(weights, dtype, quantised_rows, target)
+    sizes = fitting_sizes(wanted, row_bytes, line_bytes, target)
     n = LINES // op.sides
-    tiles = tuple(Tile(m, n, GROUP, not (quantised_rows and m == MANY_ROWS), sizes.stages) for m in sizes.rows)
-    device, needed = device_for(target), sizes.shared_bytes(row_bytes, GROUP_BYTES[weights], target)
+    tiles = tuple(Tile(m, n, GROUP, not (sizes.is_wide and m == sizes.rows[0]), sizes.stages) for m in sizes.rows)
+    device, needed = device_for(target), sizes.shared_bytes(row_bytes, line_bytes, target)
     # Kernels of 4 warps leave registers for three of them.
     programs = device.num_sms * max(1, min(12 // sizes.warps, device.shared // (needed + device.reserved)))
     reason = "" if sizes == wanted else f"{sizes} instead of {wanted}, for {target.shared_limit} bytes of shared memory"
     return QuantisedGemm(
-        op, hidden, inner, experts, top, dtype, weights, rows, store, Form.TMA if target.has_tma else Form.POINTER,
-        tiles, sizes.warps, programs, Comment(target.name), Comment(reason), quantised_rows,
+        op=op, hidden=hidden, inner=inner, experts=experts, top=top, dtype=dtype, weights=weights, rows=rows,
+        store=store, form=Form.TMA if target.has_tma else Form.POINTER, tiles=tiles, warps=sizes.warps,
+        programs=programs, target=Comment(target.name), fallback=Comment(reason), quantised_rows=quantised_rows,
     )  # fmt: skip
-
-
-def _wanted(target: Target, quantised_rows: bool, rows_per_expert: int) -> Sizes:
-    """Tiles by experiment with the offline compiler: no spills of DeepSeek-V3's experts, in all formats."""
-    if target.backend == "hip":
-        return Sizes((16,) if rows_per_expert <= FEW_ROWS else (64, 32, 16), 4, 2)
-    stages = 4 if target.has_tma else 3
-    if rows_per_expert <= FEW_ROWS:
-        return Sizes((16,), 4, stages)
-    if rows_per_expert <= SOME_ROWS or not target.has_tma:
-        return Sizes((64, 32, 16), 8, stages)
-    return Sizes((MANY_ROWS, 64, 32, 16), 8, 4 if quantised_rows else 3 if target.name == "cuda:90" else 2)
-
-
-def _fitting(sizes: Sizes, row_bytes: int, line_bytes: int, target: Target) -> Sizes:
-    """`sizes` or the nearest that fits shared memory: fewer stages, then fewer rows. Raises E0523 where none does."""
-    while (needed := sizes.shared_bytes(row_bytes, line_bytes, target)) > target.shared_limit:
-        if sizes.stages > 2:
-            sizes = replace(sizes, stages=sizes.stages - 1)
-        elif len(sizes.rows) > 1:
-            sizes = replace(sizes, rows=sizes.rows[1:])
-        else:
-            what = f"no tile fits the {target.shared_limit} bytes of shared memory of {target.name}"
-            raise fail("E0523", what, f"the smallest, {sizes}, needs {needed}")
-    return sizes
 
 
 def _check_served(dtype: Dtype, target: Target, weights: Weights, quantised_rows: bool) -> None:
