@@ -9,6 +9,7 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from moec import api, compiler
@@ -104,14 +105,22 @@ def test_torchs_kernels_serve_the_same_program(folders: Path, tmp_path: Path) ->
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def test_run_interprets_on_the_cpu(tiny: Path) -> None:
-    """`--kernels interpret` recompiles for Triton, and gives torch's tokens."""
-    asked = (str(tiny), "--tokens", "1,2,3", "--max-new-tokens", "1", "--json")
+def test_run_interprets_on_the_cpu(tiny: Path, tmp_path: Path) -> None:
+    """`--kernels interpret` compiles for Triton, and gives torch's tokens, which chose the same experts."""
+    asked = (str(tiny), "--tokens", "1,2,3", "--max-new-tokens", "2", "--json", "--record")
     plain, interpreted = (
-        moec("run", *asked, "--kernels", kernels, env=NO_GPU).wait() for kernels in ("torch", "interpret")
+        moec("run", *asked, str(tmp_path / f"{kernels}.npz"), "--kernels", kernels, env=NO_GPU).wait()
+        for kernels in ("torch", "interpret")
     )
     assert interpreted.code == 0, interpreted.err
     assert interpreted.out == plain.out
+    theirs, ours = (np.load(tmp_path / f"{kernels}.npz", allow_pickle=False) for kernels in ("torch", "interpret"))
+    assert sorted(theirs) == sorted(ours) and any(theirs[name].size for name in theirs)
+    for name in theirs:
+        if theirs[name].dtype.kind in "iu":
+            assert np.array_equal(theirs[name], ours[name]), name
+        elif theirs[name].dtype.kind == "f":
+            assert np.allclose(theirs[name], ours[name], atol=2e-2), name  # the example is in bf16
 
 
 def test_run_with_triton_wants_a_gpu(tiny: Path) -> None:

@@ -84,6 +84,8 @@ def specialise_for(
     store: Store = Store.PLAIN,
 ) -> GroupedGemm:
     """The kernel for these tensors and about `num_rows` rows at their experts: the context's choice, or the default."""
+    if ctx is not None and ctx.step.fixed is not None:
+        num_rows = -(-num_rows // ctx.mesh.ep)  # there is room for all pairs of the group; this is an even share
     experts, depth = w_MLK.shape[0], w_MLK.shape[2]
     width = w_MLK.shape[1] // op.sides
     hidden, inner = (depth, width) if op is Projection.GATE_UP else (width, depth)

@@ -57,15 +57,13 @@ class Recorder:
             for layer in program.layers_of(body.name)
         }
         phase = PHASES[program.phase]
-        cpp = vars(kernels.cpp) | {"route": self._watched(kernels.cpp.route, phase, self._chosen)}
-        return SimpleNamespace(
-            **vars(kernels)
-            | {
-                "route": self._watched(kernels.route, phase, self._chosen),
-                "guess": self._watched(kernels.guess, phase, functools.partial(self._guessed, later)),
-                "cpp": SimpleNamespace(**cpp),
-            }
-        )
+
+        def routed(table: SimpleNamespace) -> dict[str, Any]:
+            return vars(table) | {"route": self._watched(table.route, phase, self._chosen)}
+
+        guess = self._watched(kernels.guess, phase, functools.partial(self._guessed, later))
+        others = {name: SimpleNamespace(**routed(getattr(kernels, name))) for name in ("cpp", "triton")}
+        return SimpleNamespace(**routed(kernels) | {"guess": guess} | others)
 
     def _watched(
         self, kernel: Callable[..., Any], phase: int, keep: Callable[[StepRecord, int, Any], None]
