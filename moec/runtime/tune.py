@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -33,7 +34,8 @@ def _measure(values: GroupedGemm, rows: Rows, tokens: int) -> float:
     from triton.testing import do_bench
 
     run = prepare(values, rows, tokens, torch.device("cuda"))
-    return 1e3 * float(do_bench(run, warmup=WARM_MS, rep=TIMED_MS, return_mode="median"))
+    median: Any = do_bench(run, warmup=WARM_MS, rep=TIMED_MS, return_mode="median")
+    return 1e3 * float(median)
 
 
 def prepare(values: GroupedGemm, rows: Rows, tokens: int, device: torch.device) -> Callable[[], None]:
