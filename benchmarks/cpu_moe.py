@@ -6,6 +6,8 @@
    prefill of 512 tokens.
 3. Then transformers, moec, and a plain sum over 512 MiB run in turn, 15 times or more; each pair has the same tokens,
    new ones every time, so that other experts are read. Figures are medians, `ratio` the median of the pairs' ratios.
+   Each turn comes after a rest, so that no thread of another's pool is still waiting awake.
+4. With `--compiled`, transformers' layers take a turn whose experts (`grouped_mm`) went through `torch.compile`.
 
 `bandwidth`: bytes of the weights that a decode step at batch 1 reads, over its time, as a share of what the sum read.
 Also told: the largest difference of the logits from transformers'.
@@ -21,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,8 @@ SIZES = {
 }  # fmt: skip
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
+COMPILED = "compiled"
+REST_SECONDS = 0.02  # GNU OpenMP's threads wait awake for some 5 ms
 SUMMED_BYTES = 512 << 20
 
 
@@ -86,6 +91,16 @@ class Peer:
 
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).eval()
         self.caches: dict[str, Any] = {}
+        self.blocks = [layer.mlp for layer in self.model.model.layers]
+        self.plain = [block.forward for block in self.blocks]
+        self.compiled = [torch.compile(forward, dynamic=False) for forward in self.plain]
+
+    def use(self, implementation: str) -> None:
+        """Have steps from now on compute experts by one of `IMPLEMENTATIONS`, or `COMPILED`."""
+        is_compiled = implementation == COMPILED
+        self.model.set_experts_implementation("grouped_mm" if is_compiled else implementation)
+        for block, forward in zip(self.blocks, self.compiled if is_compiled else self.plain, strict=True):
+            block.forward = forward
 
     @torch.inference_mode()
     def fill(self, case: Case, prompts: torch.Tensor) -> None:
@@ -108,10 +123,12 @@ def moec_step(session: Session, case: Case, tokens: torch.Tensor) -> torch.Tenso
     return (session.decode if case.cached else session.prefill)(make_step(pieces))
 
 
-def seconds(work: Callable[[], object]) -> float:
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of a turn, after a rest, and what it gave."""
+    time.sleep(REST_SECONDS)
     start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+    found = work()
+    return time.perf_counter() - start, found
 
 
 def draw(case: Case, generator: torch.Generator, rows: int | None = None) -> torch.Tensor:
@@ -122,52 +139,61 @@ def choose(peer: Peer, case: Case, generator: torch.Generator) -> str:
     """transformers' fastest implementation of a case."""
     found = {}
     for name in IMPLEMENTATIONS:
-        peer.model.set_experts_implementation(name)
+        peer.use(name)
         tries = [draw(case, generator) for _ in range(4)]
-        found[name] = min(seconds(lambda t=t: peer.step(case, t)) for t in tries)  # type: ignore[misc]
+        found[name] = min(timed(partial(peer.step, case, tokens))[0] for tokens in tries)
     return min(found, key=lambda name: found[name])
 
 
 def measure(
-    peer: Peer,
-    sessions: dict[str, Session],
-    case: Case,
-    dtype: torch.dtype,
-    pairs: int,
-    data: torch.Tensor,
-    generator: torch.Generator,
+    peer: Peer, sessions: dict[str, Session], case: Case, options: argparse.Namespace, generator: torch.Generator
 ) -> dict[str, Any]:
-    prompts = draw(case, generator, case.cached) if case.cached else None
-    if prompts is not None:
+    fill(peer, sessions, case, generator)
+    implementation = choose(peer, case, generator)
+    peers = {"transformers": implementation} | ({COMPILED: COMPILED} if options.compiled else {})
+    data = torch.ones(SUMMED_BYTES // 4)
+    times: dict[str, list[float]] = {name: [] for name in (*peers, *sessions, "read")}
+    worst = 0.0
+    for _ in range(options.pairs + 2):
+        tokens, wanted = draw(case, generator), torch.empty(0)
+        for name, chosen in reversed(peers.items()):
+            peer.use(chosen)
+            taken, wanted = timed(partial(peer.step, case, tokens))
+            times[name].append(taken)
+        for name, session in sessions.items():
+            taken, found = timed(partial(moec_step, session, case, tokens))
+            times[name].append(taken)
+            worst = max(worst, float((found - wanted.float()).abs().max()))
+        times["read"].append(timed(data.sum)[0])
+    result = {"case": case.name, "implementation": implementation, "difference": worst}
+    return result | figures({name: values[2:] for name, values in times.items()}, case, options.dtype)
+
+
+def fill(peer: Peer, sessions: dict[str, Session], case: Case, generator: torch.Generator) -> None:
+    """Give everyone the tokens that are cached before the case's steps."""
+    if case.cached:
+        prompts = draw(case, generator, case.cached)
+        peer.use(IMPLEMENTATIONS[0])
         peer.fill(case, prompts)
         for session in sessions.values():
             session.prefill(make_step([Piece(row, slot) for slot, row in enumerate(prompts.tolist())]))
-    implementation = choose(peer, case, generator)
-    peer.model.set_experts_implementation(implementation)
-    times: dict[str, list[float]] = {name: [] for name in ("transformers", "read", *sessions)}
-    worst = 0.0
-    for _ in range(pairs + 2):
-        tokens = draw(case, generator)
-        start = time.perf_counter()
-        wanted = peer.step(case, tokens)
-        times["transformers"].append(time.perf_counter() - start)
-        for name, session in sessions.items():
-            start = time.perf_counter()
-            found = moec_step(session, case, tokens)
-            times[name].append(time.perf_counter() - start)
-            worst = max(worst, float((found - wanted.float()).abs().max()))
-        times["read"].append(seconds(data.sum))
-    times = {name: values[2:] for name, values in times.items()}  # the first two warm up
-    result: dict[str, Any] = {"case": case.name, "implementation": implementation, "difference": worst}
-    for name, values in times.items():
-        result[f"{name} ms"] = 1e3 * statistics.median(values)
-        if name in sessions:
-            result[f"{name} ratio"] = statistics.median(map(float.__truediv__, times["transformers"], values))
-            if case.batch * case.rows == 1:
-                rates = [read_bytes(dtype) / value for value in values]
-                shares = [r * t / SUMMED_BYTES for r, t in zip(rates, times["read"], strict=True)]
-                result[f"{name} bandwidth"] = statistics.median(shares)
+
+
+def figures(times: dict[str, list[float]], case: Case, dtype: str) -> dict[str, float]:
+    """Medians, ratios to each peer, and at batch 1 the share of the read bandwidth."""
+    result = {f"{name} ms": 1e3 * statistics.median(values) for name, values in times.items()}
+    peers = [name for name in ("transformers", COMPILED) if name in times]
+    for name in [name for name in times if name not in (*peers, "read")]:
+        for peer in peers:
+            result[f"{name} over {peer}"] = median_ratio(times[peer], times[name])
+        if case.batch * case.rows == 1:
+            share = read_bytes(DTYPES[dtype]) / SUMMED_BYTES
+            result[f"{name} bandwidth"] = share * median_ratio(times["read"], times[name])
     return result
+
+
+def median_ratio(others: list[float], own: list[float]) -> float:
+    return statistics.median(map(float.__truediv__, others, own))
 
 
 def read_bytes(dtype: torch.dtype) -> int:
@@ -185,6 +211,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--kernels", nargs="+", default=["torch", "cpp"])
     parser.add_argument("--cases", nargs="+", default=[case.name for case in CASES])
+    parser.add_argument("--compiled", action="store_true", help="also against experts through torch.compile")
     parser.add_argument("--model", type=Path, help="folder of the model, made there when it is not")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -197,12 +224,13 @@ def main() -> None:
             make_model(folder, options.dtype)
         sessions = {kernels: open_moec(folder, work, options.dtype, kernels) for kernels in options.kernels}
         peer = Peer(folder, options.dtype)
-        data = torch.ones(SUMMED_BYTES // 4)
         for case in CASES:
             if case.name in options.cases:
                 found = {"dtype": options.dtype, "cpus": os.cpu_count(), "pairs": options.pairs}
-                found |= measure(peer, sessions, case, DTYPES[options.dtype], options.pairs, data, generator)
-                print(json.dumps(found) if options.json else "  ".join(_shown(k, v) for k, v in found.items()))
+                found |= measure(peer, sessions, case, options, generator)
+                print(
+                    json.dumps(found) if options.json else "  ".join(_shown(k, v) for k, v in found.items()), flush=True
+                )
 
 
 def _shown(key: str, value: object) -> str:

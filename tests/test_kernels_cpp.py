@@ -29,6 +29,7 @@ from moec.codegen.cpp import (
 from moec.codegen.targets import Dtype
 from moec.diagnostics import MoecError
 from moec.placement import linear as even
+from moec.placement import span
 from moec.runtime import (
     kernels_cpp,
     kernels_torch,
@@ -37,6 +38,7 @@ from moec.runtime import (
     kernels_torch_pairs,
     kernels_torch_rope,
 )
+from moec.runtime.context import Context
 from moec.runtime.cpp_build import find_compiler
 from moec.runtime.cpp_library import Library
 from moec.runtime.step import Piece
@@ -134,6 +136,14 @@ def test_grouped_products(
 
 
 @each_dtype
+def test_all_rows_to_one_expert(kernels: Callable[[torch.dtype], SimpleNamespace], dtype: torch.dtype) -> None:
+    x, w = draw(64, 33, dtype=dtype), (draw(8, 50, 33, seed=2) / 33**0.5).to(dtype)
+    for chosen in (0, 5, 7):
+        ends = torch.where(torch.arange(8) >= chosen, 64, 0).int()
+        close(kernels(dtype).grouped_linear(context(), x, ends, w), x.double() @ w[chosen].double().T, dtype)
+
+
+@each_dtype
 @pytest.mark.parametrize("size", [33, 50, 1025])
 def test_b23_sums_of_ones_are_whole_numbers(
     kernels: Callable[[torch.dtype], SimpleNamespace], dtype: torch.dtype, size: int
@@ -150,11 +160,12 @@ def test_b41_bits_of_a_row_depend_on_nothing_else(
     kernels: Callable[[torch.dtype], SimpleNamespace], dtype: torch.dtype
 ) -> None:
     """Neither on the rows beside it, nor on the number of threads, nor on which call it is."""
-    k, x = kernels(dtype), draw(16, 1025, dtype=dtype)
+    k, x = kernels(dtype), draw(257, 1025, dtype=dtype)
     w = draw(100, 1025, dtype=dtype, seed=2)  # work enough for two threads
     whole = k.gate_up(context(), x, w)
-    for row in (0, 5, 15):
-        assert torch.equal(k.gate_up(context(), x[row : row + 1], w)[0], whole[row])
+    for first, count in ((0, 1), (5, 3), (100, 64), (251, 6)):
+        rows = slice(first, first + count)
+        assert torch.equal(k.gate_up(context(), x[rows], w), whole[rows])
     library = k.gate_up.args[0]
     try:
         library.set_threads(2)
@@ -221,6 +232,40 @@ def test_attention_of_one_new_row_a_sequence(
     close(results[0][0], results[1][0], dtype)
     for name in ("k", "v"):
         assert torch.equal(results[0][1][name].nan_to_num(), results[1][1][name].nan_to_num())
+
+
+def attend_fp64(ctx: Context, q: Tensor, kv: dict[str, Tensor], scale: float) -> Tensor:
+    """Each row over its sequence up to itself, from the memory as a kernel left it."""
+    step, group, rows = ctx.step, q.shape[1] // kv["k"].shape[2], []
+    for slot, start, stop in zip(step.slots, step.starts, step.starts[1:], strict=False):
+        for row in range(start, stop):
+            end = int(ctx.positions[row]) + 1
+            k, v = (kv[name][slot, :end].double().repeat_interleave(group, dim=1) for name in ("k", "v"))
+            shares = (torch.einsum("hd,lhd->hl", q[row].double(), k) * scale).softmax(dim=-1)
+            rows.append(torch.einsum("hl,lhd->hd", shares, v))
+    return torch.stack(rows)
+
+
+@each_dtype
+@pytest.mark.parametrize(("kv_heads", "group", "dim"), HEADS)
+def test_attention_of_prompts(
+    kernels: Callable[[torch.dtype], SimpleNamespace], dtype: torch.dtype, kv_heads: int, group: int, dim: int
+) -> None:
+    """Prompts, one behind a cached part, and a single row; in chunks the bits are the same."""
+    pieces = [Piece([1] * 33, 2), Piece([1] * 7, 0, 20), Piece([1], 3, 40)]
+    q = draw(41, kv_heads * group, dim, dtype=dtype)
+    key, value = (draw(41, kv_heads, dim, dtype=dtype, seed=s) for s in (2, 3))
+    results = []
+    for chunks in (1, 3):
+        kv = {name: draw(4, 48, kv_heads, dim, dtype=dtype, seed=4) for name in ("k", "v")}
+        ctx, found = context(pieces, kv=kv), []
+        for index in range(chunks):
+            rows = slice(span(41, index, chunks).start, span(41, index, chunks).stop)
+            chunk = {"chunk": (index, chunks)} if chunks > 1 else {}
+            found.append(kernels(dtype).attention(ctx, q[rows], key[rows], value[rows], scale=dim**-0.5, **chunk))
+        results.append(torch.cat(found))
+    close(results[0], attend_fp64(ctx, q, kv, dim**-0.5), dtype)
+    assert torch.equal(*results)
 
 
 @each_dtype
