@@ -9,15 +9,8 @@ import numpy as np
 from gpu_moe_layers import PUBLISHED, ROUTINGS, TOKENS, WANTED, Layer, expert_loads
 
 from moec.codegen.devices import DEVICES
-from moec.codegen.grouped_gemm import (
-    GroupedGemm,
-    Projection,
-    RowSource,
-    Store,
-    grouped_gemm_signature,
-    render_grouped_gemm,
-    specialise,
-)
+from moec.codegen.gemm_source import grouped_gemm_signature, render_grouped_gemm
+from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, Store, specialise
 from moec.codegen.kernel_candidates import candidates
 from moec.codegen.kernel_select import Choice, select
 from moec.codegen.kernel_store import Compiled, compiled

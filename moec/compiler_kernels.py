@@ -10,15 +10,8 @@ import numpy as np
 
 from moec.codegen.devices import Device
 from moec.codegen.expected_rows import Rows
-from moec.codegen.grouped_gemm import (
-    GroupedGemm,
-    Projection,
-    RowSource,
-    Store,
-    grouped_gemm_signature,
-    render_grouped_gemm,
-    specialise,
-)
+from moec.codegen.gemm_source import grouped_gemm_signature, render_grouped_gemm
+from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, Store, specialise
 from moec.codegen.kernel_candidates import candidates
 from moec.codegen.kernel_entry import gemm_entry, rows_entry
 from moec.codegen.kernel_moves import Moves, Moving, compile_moving, moving_cost, render_moving

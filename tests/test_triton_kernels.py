@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from moec.codegen.grouped_gemm import render_grouped_gemm
+from moec.codegen.gemm_source import render_grouped_gemm
 from moec.codegen.kernel_module import load_kernel
 from moec.codegen.targets import TARGETS, Dtype
 from moec.codegen.tiles import Form, Tile, cut_rows

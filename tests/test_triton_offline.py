@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moec.codegen.grouped_gemm import compile_grouped_gemm, plan_entry, render_grouped_gemm, tile_fault
+from moec.codegen.gemm_source import compile_grouped_gemm, render_grouped_gemm, tile_fault
 from moec.codegen.kernel_module import load_kernel
 from moec.codegen.renderer import Comment
 from moec.codegen.targets import TARGETS, Dtype, Target, find_target
@@ -51,7 +51,7 @@ def test_the_smaller_tile_of_a_small_device_is_reported() -> None:
     report = compile_grouped_gemm(values)
     assert values.shared_bytes(small) <= 101_376
     assert report.shared_bytes <= 101_376
-    assert str(plan_entry(values, report)["fallback"]).startswith("128+64+32+16 x 128 x 64, 2 stages, 8 warps instead")
+    assert values.fallback.text.startswith("128+64+32+16 x 128 x 64, 2 stages, 8 warps instead")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,8 @@ def test_one_process_interprets_and_compiles_whatever_the_environment() -> None:
     """With TRITON_INTERPRET set when Triton is imported, the compiler still compiles."""
     code = (
         "import triton, triton.language\n"
-        "from moec.codegen.grouped_gemm import Projection, compile_grouped_gemm, specialise\n"
+        "from moec.codegen.gemm_source import compile_grouped_gemm\n"
+        "from moec.codegen.grouped_gemm import Projection, specialise\n"
         "from moec.codegen.targets import Dtype, find_target\n"
         "values = specialise(Projection.DOWN, 64, 64, 4, Dtype.BF16, find_target('cuda:90'), rows_per_expert=4)\n"
         "report = compile_grouped_gemm(values)\n"

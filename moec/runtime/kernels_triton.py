@@ -17,14 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moec.codegen.grouped_gemm import (
-    GroupedGemm,
-    Projection,
-    RowSource,
-    Store,
-    render_grouped_gemm,
-    specialise,
-)
+from moec.codegen.gemm_source import render_grouped_gemm
+from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, Store, specialise
 from moec.codegen.kernel_choice import with_choice
 from moec.codegen.kernel_module import load_kernel
 from moec.codegen.offline import FP_FUSION
