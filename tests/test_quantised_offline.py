@@ -133,7 +133,8 @@ INSTRUCTIONS = {
     "cuda:80": ("mma.sync.aligned.m16n8k16", "cp.async.cg.shared.global"),
     "cuda:90": ("wgmma.mma_async.sync.aligned", "cp.async.bulk.tensor.3d"),
     "cuda:100": ("tcgen05.mma", "cp.async.bulk.tensor.3d"),
-    "hip:gfx942": ("v_mfma_f32_", "global_load_dwordx4"),
+    # Codes of the smallest e4m3 numbers pass through subnormal ones, which must not be flushed.
+    "hip:gfx942": ("v_mfma_f32_", "global_load_dwordx4", ".amdhsa_float_denorm_mode_32 3"),
 }
 ELSEWHERE = [
     ("cuda:90", Weights.INT4, False, UP, PREFILL),
