@@ -51,7 +51,7 @@ def grouped_gemm_signature(values: GroupedGemm) -> Signature:
     }
     if values.form is Form.TMA:
         types["w"] = f"tensordesc<{dtype}[1, {tile.n}, {tile.k}]>"
-        types["w_pair"] = f"tensordesc<{dtype}[1, {tile.n}, 2, {tile.k}]>"
+        types["w_pair"] = f"tensordesc<{dtype}[2, {tile.n}, {tile.k}]>"
     chosen = {name: types[name] for name in values.arguments}
     return Signature(chosen | {"INTERPRET": "constexpr"}, {"INTERPRET": False})
 

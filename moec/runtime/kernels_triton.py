@@ -4,7 +4,7 @@ A call looks at its tensors' shapes, dtype and device, specialises the template,
 GPU, in Triton's interpreter on the CPU (slow, for tests: the text that runs is the text a GPU would compile).
 
 Shapes: R rows at their experts, X room for them, T tokens, M experts held, D hidden, I inner, K summed, N columns of
-the result, S sides (2 of gate and up, else 1), L = S N lines of weights.
+the result, S sides (2 of gate and up, else 1), B = M S, L = S N lines of weights.
 """
 
 from __future__ import annotations
@@ -133,10 +133,10 @@ def _descriptors(values: GroupedGemm, rows: Tensor, w_MLK: Tensor) -> dict[str, 
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     tile, found = values.tiles[0], {}
-    w_MSNK = w_MLK.view(values.experts, values.sides, values.width, values.depth)
-    found["w"] = TensorDescriptor.from_tensor(w_MSNK.flatten(0, 1), [1, tile.n, tile.k])
+    w_BNK = w_MLK.view(values.experts * values.sides, values.width, values.depth)
+    found["w"] = TensorDescriptor.from_tensor(w_BNK, [1, tile.n, tile.k])
     if values.has_weight_pairs:
-        found["w_pair"] = TensorDescriptor.from_tensor(w_MSNK.transpose(1, 2), [1, tile.n, 2, tile.k])
+        found["w_pair"] = TensorDescriptor.from_tensor(w_BNK, [2, tile.n, tile.k])
     if values.has_row_box:
         found["row_box"] = TensorDescriptor.from_tensor(rows, [tile.m, tile.k])
     return found
