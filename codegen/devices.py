@@ -17,6 +17,8 @@ LAUNCH_US = 3.5
 FILL_NS = 600.0
 #: Bytes that a multiprocessor can take from L2, and from its shared memory, in a cycle (CUDA C best practices; H100).
 PORT_BYTES, SHARED_BYTES = 64.0, 128.0
+#: Rates of memory that differ by more than this part are of other devices.
+NEAR = 0.25
 #: Warp instructions that a multiprocessor issues in a cycle: one of each scheduler.
 SCHEDULERS = 4
 
@@ -77,14 +79,17 @@ DEVICES = {
 
 
 def device_for(target: Target, memory_gbps: float | None = None, tflops: tuple[tuple[str, float], ...] = ()) -> Device:
-    """The device of an architecture, whose memory is nearest to `memory_gbps`; with a cluster's rates where it has any.
+    """The device of an architecture whose memory is nearest to a cluster's `memory_gbps`, with the cluster's rates.
 
-    Without a rate it is the first of the table: A100, H100, B200, MI300X.
+    Without a rate it is the first of the table: A100, H100, B200, MI300X. So it is where no device's memory is near:
+    the target is then another one than the cluster's.
     """
     known = [device for device in DEVICES.values() if device.target == target.name]
     if memory_gbps is None:
         return known[0]
     nearest = min(known, key=lambda device: abs(device.memory_gbps - memory_gbps))
+    if abs(nearest.memory_gbps - memory_gbps) > NEAR * nearest.memory_gbps:
+        return known[0]
     return replace(nearest, memory_gbps=memory_gbps, tflops=tuple({**dict(nearest.tflops), **dict(tflops)}.items()))
 
 

@@ -9,9 +9,11 @@ import pytest
 
 from moec.codegen.targets import TARGETS
 from moec.compiler import checked_plan, compile_phase
+from moec.compiler_kernels import GEMMS, MOVING
 from moec.compiler_uses import Load, device_of, uses
 from moec.cost_routing import RoutingTrace
 from moec.ir import Program
+from moec.ops import OPS
 
 MODEL = """
 model small {
@@ -73,3 +75,8 @@ def test_every_operation_given_to_triton_is_found_with_its_place(tmp_path: Path)
 @pytest.mark.parametrize(("target", "name"), [("cuda:80", "a100"), ("cuda:90", "h100"), ("hip:gfx942", "mi300x")])
 def test_a_cluster_without_rates_gets_the_usual_device(tmp_path: Path, target: str, name: str) -> None:
     assert device_of(program(tmp_path, "experts = ep(1)"), TARGETS[target]).name == name
+
+
+def test_every_operation_that_triton_serves_can_be_compiled() -> None:
+    served = {name for name, op in OPS.items() if "triton" in op.kernels}
+    assert served == {*GEMMS, *MOVING}

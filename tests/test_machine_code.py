@@ -185,6 +185,7 @@ def test_a_device_is_found_by_its_memory_and_takes_the_clusters_rates() -> None:
     assert device_for(target, 4800.0).name == "h200"
     found = device_for(target, 4000.0, (("bf16", 148.0),))
     assert (found.memory_gbps, dict(found.tflops)["bf16"], found.num_sms) == (4000.0, 148.0, 132)
+    assert device_for(TARGETS["cuda:80"], 3350.0, (("bf16", 989.0),)) == DEVICES["a100"]  # a cluster of H100
 
 
 KERNEL = """
