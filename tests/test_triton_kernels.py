@@ -178,6 +178,16 @@ def test_a_tile_stores_its_own_expert_only(variant: str, monkeypatch: pytest.Mon
     kernels_triton._kernel.cache_clear()
 
 
+@pytest.mark.parametrize("sizes", [(16,), (32, 16)])
+def test_rows_of_more_than_one_band(sizes: tuple[int, ...]) -> None:
+    """The last band of row tiles is lower than the others, and passes over all columns as they do."""
+    values = kernel("down", 32, 40, 2, Dtype.FP16, "cuda:90", 4)
+    values = replace(values, tiles=tuple(Tile(m, 16, 32, swapped=True) for m in sizes))
+    case = inputs(values, 600, torch.tensor([20, 590], dtype=torch.int32))
+    assert (values.num_columns, sum(values.num_tiles([570])) > values.band) == (3, True)
+    assert_close(values, run(values, case), wanted(values, case))
+
+
 @pytest.mark.parametrize("sizes", [(128, 64, 32, 16), (128, 16), (64, 16), (16,)])
 def test_the_host_cuts_rows_as_the_device_does(sizes: tuple[int, ...]) -> None:
     values = kernel("down", 64, 64, 2, Dtype.BF16, "cuda:90", 128)
