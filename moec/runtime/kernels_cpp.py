@@ -22,6 +22,7 @@ from moec.codegen.cpp import Norm, Product, Router
 from moec.runtime import kernels_cache, kernels_torch_pairs
 from moec.runtime.context import Context
 from moec.runtime.cpp_library import Library
+from moec.runtime.huge_pages import new_empty
 from moec.runtime.kernels_cpp_attention import attention, mla_attention, rope
 from moec.runtime.kernels_cpp_pairs import group_rows, reduce_rows, route
 
@@ -41,7 +42,7 @@ def _one_end(rows: int) -> ctypes.Array[ctypes.c_int32]:
 def _multiply(kernel: Any, outer: int, x: Tensor, ends: Any, experts: int, w: Tensor) -> Tensor:
     """`ends`: address or array of the ends of each expert's rows."""
     x, w = x.contiguous(), w.contiguous()
-    out = x.new_empty(*x.shape[:-1], outer)
+    out = new_empty(x, *x.shape[:-1], outer)
     kernel(x.data_ptr(), ends, experts, w.data_ptr(), out.data_ptr())
     return out
 

@@ -14,6 +14,7 @@ from moec.codegen.cpp import Route, Score
 from moec.runtime import kernels_torch_moe, kernels_torch_pairs
 from moec.runtime.context import Context
 from moec.runtime.cpp_library import Library
+from moec.runtime.huge_pages import new_empty
 
 _SCORES = {score.value: score for score in Score}
 
@@ -39,7 +40,7 @@ def group_rows(
     held = len(ctx.held(table))
     slots = kernels_torch_pairs.slots_here(ctx, table, ids_Rk.device)
     pairs_P = torch.empty(ids_Rk.numel(), dtype=torch.int64)
-    out_PD = rows_RD.new_empty(ids_Rk.numel(), rows_RD.shape[1])
+    out_PD = new_empty(rows_RD, ids_Rk.numel(), rows_RD.shape[1])
     ends_M = torch.empty(held, dtype=torch.int32)
     served = library.get("group_rows")(
         rows_RD.data_ptr(), *ids_Rk.shape, rows_RD.shape[1] * rows_RD.element_size(), ids_Rk.data_ptr(),
