@@ -13,8 +13,7 @@ from moec.codegen.kernel_route import Route, render_route, route_signature
 from moec.codegen.kernel_rows import (
     GroupRows,
     ReduceRows,
-    count_signature,
-    place_signature,
+    group_signatures,
     reduce_signature,
     render_group,
     render_reduce,
@@ -62,7 +61,7 @@ def _launches(values: Moving, is_inverting: bool) -> Sequence[tuple[str, Signatu
     if isinstance(values, Route):
         return [("route", route_signature(values))]
     if isinstance(values, GroupRows):
-        return [("count_pairs", count_signature()), ("place_pairs", place_signature(values))]
+        return list(group_signatures(values).items())
     reduce = ("reduce_rows", reduce_signature(values))
     return [("invert_pairs", INVERT), reduce] if is_inverting else [reduce]
 
@@ -72,7 +71,8 @@ def moving_cost(values: Moving, moves: Moves, device: Device, is_inverting: bool
     if isinstance(values, Route):
         return RowsCost("route", route_bytes(moves.tokens, values.experts, moves.top), 1, device)
     if isinstance(values, GroupRows):
-        return group_cost(moves.tokens, moves.top, moves.useful, moves.row_bytes * values.copies, device)
+        row_bytes, launches = moves.row_bytes * values.copies, len(group_signatures(values))
+        return group_cost(moves.tokens, moves.top, moves.useful, row_bytes, device, launches)
     cost = reduce_cost(moves.tokens, moves.top, moves.useful, moves.row_bytes, device)
     if not is_inverting:
         return cost

@@ -35,6 +35,7 @@ MOST_EXPERTS = 4096
 class GroupRows:
     """Values of `triton/group_rows.py.jinja`: `rows` a chunk; without `copies` only places are computed.
 
+    `alone`: there is one chunk, which one program sorts in one launch; it copies nothing, which takes many programs.
     `stride` is in elements, from a row to the next where rows are views into messages.
     """
 
@@ -46,6 +47,7 @@ class GroupRows:
     stride: int
     copies: bool
     rows: int
+    alone: bool = False
 
     @property
     def block_top(self) -> int:
@@ -89,7 +91,7 @@ class GroupRows:
         """File and report name: `group_rows_d2048_e128_m128_k8_bf16_r16`; without copies `group_pairs_e128...`."""
         experts = f"e{self.experts}_m{self.held}_k{self.top}"
         if not self.copies:
-            return f"group_pairs_{experts}_r{self.rows}"
+            return f"{'sort' if self.alone else 'group'}_pairs_{experts}_r{self.rows}"
         return f"group_rows_d{self.hidden}_{experts}_{self.dtype.value}_r{self.rows}"
 
     def num_chunks(self, num_rows: int) -> int:
@@ -163,9 +165,10 @@ def specialise_group(
             f"rows cannot be sorted: {num_rows} rows of {hidden} by {top} choices among {held} experts",
             f"at most {MOST_EXPERTS} experts a rank and {MOST_PAIRS} pairs: split the step or use more ranks",
         )
-    return GroupRows(
-        experts, held, top, hidden, dtype, hidden if stride is None else stride, copies, chunk_rows(num_rows, top)
-    )
+    chunk, alone = chunk_rows(num_rows, top), False
+    if not copies and max(num_rows, 1) * power_of_two(top) <= CHUNK_PAIRS[1]:
+        chunk, alone = max(chunk, power_of_two(max(num_rows, 1))), True
+    return GroupRows(experts, held, top, hidden, dtype, hidden if stride is None else stride, copies, chunk, alone)
 
 
 def chunk_rows(num_rows: int, top: int) -> int:
@@ -184,13 +187,26 @@ def specialise_reduce(
 
 
 def render_group(values: GroupRows, comments: Iterable[Comment] = ()) -> str:
-    """Source text of `count_pairs` and `place_pairs`; `comments` are the `.moe` lines they serve, one each."""
+    """Source text of the sorting kernels; `comments` are the `.moe` lines they serve, one each."""
     return render("triton/group_rows.py.jinja", k=values, serves=tuple(comments))
 
 
 def render_reduce(values: ReduceRows, comments: Iterable[Comment] = ()) -> str:
     """Source text of `reduce_rows` and `invert_pairs`; `comments` are the `.moe` lines they serve, one each."""
     return render("triton/reduce_rows.py.jinja", k=values, serves=tuple(comments))
+
+
+def group_signatures(values: GroupRows) -> dict[str, Signature]:
+    """Argument types of each of the rendered sorting kernels."""
+    if values.alone:
+        return {"sort_pairs": sort_signature()}
+    return {"count_pairs": count_signature(), "place_pairs": place_signature(values)}
+
+
+def sort_signature() -> Signature:
+    """Argument types of the rendered `sort_pairs`."""
+    given = {"ids": "*i64", "slots": "*i64", "flag": "*i32"}
+    return _signature(given | {"offsets": "*i32", "pairs": "*i64", "places": "*i32", "num_rows": "i32"})
 
 
 def count_signature() -> Signature:
@@ -218,13 +234,12 @@ def _signature(types: dict[str, str]) -> Signature:
     return Signature(types | {"INTERPRET": "constexpr"}, {"INTERPRET": False})
 
 
-def compile_group(values: GroupRows, target: Target) -> tuple[Report, Report]:
-    """Compile both launches of the sorting kernels offline."""
+def compile_group(values: GroupRows, target: Target) -> tuple[Report, ...]:
+    """Compile the sorting kernels offline."""
     source = render_group(values)
-    count, place = (Launch(f"{name} of {values.name}", values.warps, 1) for name in ("count_pairs", "place_pairs"))
-    return (
-        compile_kernel(source, "count_pairs", count_signature(), target, count),
-        compile_kernel(source, "place_pairs", place_signature(values), target, place),
+    return tuple(
+        compile_kernel(source, name, signature, target, Launch(f"{name} of {values.name}", values.warps, 1))
+        for name, signature in group_signatures(values).items()
     )
 
 

@@ -13,6 +13,7 @@ from moec.codegen.devices import LAUNCH_US, MEMORY_SHARE, Device
 from moec.codegen.expected_rows import Rows
 from moec.codegen.grouped_gemm import GroupedGemm, RowSource, Store
 from moec.codegen.kernel_cost import GemmCost, gemm_cost
+from moec.codegen.kernel_rows import group_signatures, specialise_group
 from moec.codegen.kernel_store import Compiled
 
 #: Microseconds that aiconfigurator (NVIDIA, commit 095f58a) measured for the layer of Qwen3-30B-A3B, bf16, one H200, by
@@ -96,7 +97,7 @@ def layer_cost(
     useful, width = int(rows.sum()), values.dtype.num_bytes
     others = [
         RowsCost("route", route_bytes(tokens, len(rows), up.top), 1, device),
-        group_cost(tokens, up.top, useful, up.hidden * width * (up.rows is RowSource.SORTED), device),
+        _group_cost(up, tokens, useful, device),
     ]
     if values.store is not Store.ACCUMULATED:
         others.append(reduce_cost(tokens, up.top, useful, up.hidden * width, device))
@@ -114,11 +115,18 @@ def route_bytes(tokens: int, experts: int, top: int) -> float:
     return tokens * (4.0 * experts + 12.0 * top)
 
 
-def group_cost(tokens: int, top: int, useful: int, row_bytes: int, device: Device) -> RowsCost:
-    """Two launches that read ids and write pairs and places; and copy rows, where `row_bytes` is not 0."""
+def _group_cost(up: GroupedGemm, tokens: int, useful: int, device: Device) -> RowsCost:
+    copies = up.rows is RowSource.SORTED
+    values = specialise_group(up.experts, up.experts, up.top, up.hidden, up.dtype, tokens, copies=copies)
+    row_bytes = up.hidden * up.dtype.num_bytes * copies
+    return group_cost(tokens, up.top, useful, row_bytes, device, len(group_signatures(values)))
+
+
+def group_cost(tokens: int, top: int, useful: int, row_bytes: int, device: Device, launches: int = 2) -> RowsCost:
+    """Launches that read ids and write pairs and places; and copy rows, where `row_bytes` is not 0."""
     lists = 2.0 * 8 * tokens * top + 8.0 * useful + 4.0 * tokens * top
     copied = float(row_bytes) * (min(tokens, useful) + useful)
-    return RowsCost("group_rows" if row_bytes else "group_pairs", lists + copied, 2, device)
+    return RowsCost("group_rows" if row_bytes else "group_pairs", lists + copied, launches, device)
 
 
 def reduce_cost(tokens: int, top: int, useful: int, row_bytes: int, device: Device) -> RowsCost:

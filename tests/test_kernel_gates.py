@@ -122,6 +122,9 @@ def test_launches() -> None:
             {"group_pairs": 2, "reduce_rows": 1},
         )
         assert cost.launches == 6
+    up, down = chosen(64, Projection.GATE_UP, GATHERED), chosen(64, Projection.DOWN)
+    rows = even_rows(EXPERTS, TOP, 8)
+    assert layer_cost((up.values, up.kernel), (down.values, down.kernel), rows, 8, H200).launches == 5
 
 
 def test_a_step_that_memory_bounds_is_predicted_near_the_roof() -> None:

@@ -45,6 +45,7 @@ PROMPT = specialise_group(128, 128, 8, 2048, Dtype.BF16, 4096)
 DECODE = specialise_group(256, 32, 8, 7168, Dtype.FP16, 64)
 ODD = specialise_group(160, 80, 12, 50, Dtype.FP32, 7, stride=56)
 GATHERED = specialise_group(128, 128, 8, 2048, Dtype.BF16, 4096, copies=False)
+FEW = specialise_group(256, 256, 8, 7168, Dtype.BF16, 32, copies=False)
 WEIGHTED = specialise_reduce(8, 2048, Dtype.BF16)
 ADDED = specialise_reduce(12, 50, Dtype.FP16, is_weighted=False)
 
@@ -60,6 +61,7 @@ def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)
 def test_compile_offline_without_spills(target: Target) -> None:
     reports = [compile_route(DEEPSEEK, target), *compile_group(PROMPT, target), compile_reduce(WEIGHTED, target)]
+    reports += compile_group(FEW, target)
     if target.name in ("cuda:90", "hip:gfx942"):
         reports += [*compile_group(DECODE, target), *compile_group(ODD, target), compile_reduce(ADDED, target)]
     for report in reports:
@@ -126,7 +128,7 @@ def test_chunks_spread_a_decode_step_and_keep_a_prompts_counts_few() -> None:
 LINES = [Comment("qwen3.moe:9  experts routed = 128 * swiglu(768)")]
 CASES = {
     **{values.name: render_route(values, LINES) for values in (QWEN3, DEEPSEEK)},
-    **{values.name: render_group(values, LINES) for values in (PROMPT, ODD, GATHERED)},
+    **{values.name: render_group(values, LINES) for values in (PROMPT, ODD, GATHERED, FEW)},
     **{values.name: render_reduce(values, LINES) for values in (WEIGHTED, ADDED)},
 }
 

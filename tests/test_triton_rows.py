@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from moec.codegen.kernel_rows import specialise_group
+from moec.codegen.targets import Dtype
+from moec.diagnostics import MoecError
 from moec.placement import Placement, linear
 from moec.runtime import kernels_torch_pairs, kernels_triton_rows
+from moec.runtime.device_flags import raise_faults
 from moec.runtime.kernels_triton_rows import (
     group_rows,
     invert_pairs,
@@ -105,6 +109,42 @@ def test_any_number_of_choices_of_160_experts(choices: int, monkeypatch: pytest.
     assert_close(
         reduce_rows(ctx, rows_XD, pairs_X, weights_Rk, table="routed"), exact_sums(wanted[0], wanted[2], weights_Rk)
     )
+
+
+@pytest.mark.parametrize("routing", ["spread", "one", "repeated"])
+@pytest.mark.parametrize(("rows", "experts", "top"), [(1, 160, 8), (7, 5, 5), (21, 8, 3), (32, 300, 8), (16, 160, 12)])
+def test_few_pairs_are_sorted_in_one_launch(
+    rows: int, experts: int, top: int, routing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 256 pairs, with those that fill choices up to a power of two, for a step whose rows stay where they are."""
+    launched = []
+    real = kernels_triton_rows._launcher
+    spy = lambda render, values, name, tensor: launched.append(name) or real(render, values, name, tensor)  # noqa: E731
+    monkeypatch.setattr(kernels_triton_rows, "_launcher", spy)
+    ctx = context(placement=linear(experts, 1))
+    ids_Rk = route_to(rows, experts, top, routing, torch.Generator().manual_seed(rows))
+    x_RD = torch.zeros(rows, 4)
+    with poisoned_memory():
+        found = sort_pairs(ctx, x_RD, ids_Rk, table="routed", copies=False)
+    assert launched == ["sort_pairs"]
+    _, ends_M, pairs_X = kernels_torch_pairs.group_rows(ctx, x_RD, ids_Rk, table="routed")
+    assert torch.equal(found.offsets, ends_M) and torch.equal(found.pairs[: len(pairs_X)], pairs_X)
+    assert torch.equal(found.places, invert_pairs(pairs_X, (rows, top)))
+
+
+def test_more_pairs_and_rows_to_copy_take_two_launches() -> None:
+    alone = [specialise_group(128, 128, 8, 64, Dtype.BF16, rows, copies=False).alone for rows in (0, 1, 32, 33, 4096)]
+    assert alone == [True, True, True, False, False]
+    assert not specialise_group(128, 128, 8, 64, Dtype.BF16, 1).alone
+
+
+def test_an_id_that_is_no_expert_is_told_of_in_one_launch_too() -> None:
+    ctx = context(placement=linear(8, 1))
+    ids_Rk = torch.tensor([[0, 7], [3, 8], [-2, 1]])
+    found = sort_pairs(ctx, torch.zeros(3, 4), ids_Rk, table="routed", copies=False)
+    assert found.places.tolist() == [[0, 3], [2, -1], [-1, 1]]
+    with pytest.raises(MoecError, match="expert 8 of `routed`"):
+        raise_faults(ctx)
 
 
 @pytest.mark.parametrize("rows", [0, 40])

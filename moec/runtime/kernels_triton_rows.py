@@ -55,10 +55,11 @@ class Sorted:
 
 
 def sort_pairs(ctx: Context, rows_RD: Tensor, ids_Rk: Tensor, *, table: str, copies: bool = True) -> Sorted:
-    """Sort the pairs of this rank's experts, in order of arrival within each, in two launches.
+    """Sort the pairs of this rank's experts, in order of arrival within each.
 
-    `rows_RD` may be a view with gaps between rows. Raises E0526 for tensors that do not fit. Of an id that is no
-    expert only a flag tells, which `device_flags.raise_faults` reads; its pair is passed over.
+    Two launches, or one where there are few pairs and no rows are copied. `rows_RD` may be a view with gaps between
+    rows. Raises E0526 for tensors that do not fit. Of an id that is no expert only a flag tells, which
+    `device_flags.raise_faults` reads; its pair is passed over.
     """
     device = rows_RD.device
     check_tensor("ids", ids_Rk, torch.int64, (None, None), device)
@@ -81,7 +82,7 @@ def sort_pairs(ctx: Context, rows_RD: Tensor, ids_Rk: Tensor, *, table: str, cop
         ctx.placements[table].num_experts, held, top, hidden, DTYPES[dtype], num_rows,
         stride=rows_RD.stride(0), copies=copies,
     )  # fmt: skip
-    if not rows_RD.is_cuda:
+    if not rows_RD.is_cuda and not values.alone:
         values = replace(values, rows=chunk_rows(INTERPRETED_ROWS, top))
     ids_Rk = ids_Rk.contiguous()
     flag = flags_on(ctx, device).flag(
@@ -94,8 +95,16 @@ def sort_pairs(ctx: Context, rows_RD: Tensor, ids_Rk: Tensor, *, table: str, cop
 def launch_group(
     values: GroupRows, rows_RD: Tensor, ids_Rk: Tensor, slots: Tensor, found: Sorted, flag: Tensor
 ) -> None:
-    """Launch both sorting kernels into `found`; the tensors fit together and hold at least one row."""
+    """Launch the sorting kernels into `found`; the tensors fit together and hold at least one row.
+
+    Kernels made to sort `alone` take one chunk of rows at most.
+    """
     num_rows, num_chunks = ids_Rk.shape[0], values.num_chunks(ids_Rk.shape[0])
+    if values.alone:
+        assert num_chunks == 1 and found.rows is None
+        sort = _launcher(render_group, values, "sort_pairs", ids_Rk)
+        sort(1, ids_Rk, slots, flag, found.offsets, found.pairs, found.places, num_rows)
+        return
     counts = torch.empty((num_chunks, values.held), dtype=torch.int32, device=ids_Rk.device)
     count, place = (_launcher(render_group, values, name, ids_Rk) for name in ("count_pairs", "place_pairs"))
     count(num_chunks, ids_Rk, slots, counts, flag, num_rows)
