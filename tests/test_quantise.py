@@ -151,7 +151,15 @@ def refusals() -> list[Callable[[], object]]:
         lambda: specialise_quantised(
             Projection.DOWN, 64, 64, 2, Dtype.BF16, TARGETS["cuda:80"], Weights.FP8, quantised_rows=True
         ),
+        lambda: QuantisedWeights(Weights.FP8, with_nan(expert=1), torch.ones(2, 1, 1), 100),
     ]
+
+
+def with_nan(expert: int) -> torch.Tensor:
+    """FP8 weights [2, 8, 128] of which one is negative NaN, a code that kernels would decode as -480."""
+    codes = torch.zeros(2, 8, 128, dtype=torch.uint8)
+    codes[expert, 3, 5] = 0xFF
+    return codes.view(torch.float8_e4m3fn)
 
 
 def test_the_page_shows_the_errors_as_printed() -> None:

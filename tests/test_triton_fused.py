@@ -110,7 +110,7 @@ def test_an_id_that_is_no_expert_is_refused_at_once_or_after_the_step() -> None:
     assert error.value.diagnostics[0].code == "E0507"
     fixed = replace(layer.ctx, step=replace(layer.ctx.step, fixed=Fixed(1)))
     by_triton.group_pairs(fixed, layer.ids, table="routed")
-    with pytest.raises(MoecError, match="expert 5 of `routed` does not exist"):
+    with pytest.raises(MoecError, match="the expert of pair 5 of `routed` does not exist"):
         device_flags.raise_faults(fixed)
 
 

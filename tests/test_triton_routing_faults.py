@@ -113,7 +113,7 @@ def test_an_id_that_is_no_expert_is_refused(wrong: int, pair: int, monkeypatch: 
     monkeypatch.setattr(kernels_triton_rows, "INTERPRETED_ROWS", 1)
     _, ends_M, _ = group_rows(ctx, torch.zeros(200, 4), ids_Rk, table="routed")
     assert ends_M.tolist() == [398] * 8
-    with pytest.raises(MoecError, match=f"expert {wrong} "):
+    with pytest.raises(MoecError, match=f"layer 3: the expert of pair {pair} of `routed`"):
         device_flags.raise_faults(ctx)
     device_flags.raise_faults(ctx)
 

@@ -130,8 +130,16 @@ def look_up(
 
 def expert_fault(ctx: Context, table: str, expert: int) -> MoecError:
     """The error for an id that is no expert."""
-    num_experts = ctx.placements[table].num_experts
-    return fail("E0507", f"layer {ctx.layer}: expert {expert} of `{table}` does not exist, it has {num_experts}", BUG)
+    return _no_expert(ctx.layer, f"expert {expert}", table, ctx.placements[table].num_experts)
+
+
+def pair_fault(layer: int | None, table: str, num_experts: int, pair: int) -> MoecError:
+    """The same where the id is no longer there to be read, only which pair of a row and a choice it was."""
+    return _no_expert(layer, f"the expert of pair {pair}", table, num_experts)
+
+
+def _no_expert(layer: int | None, which: str, table: str, num_experts: int) -> MoecError:
+    return fail("E0507", f"layer {layer}: {which} of `{table}` does not exist, it has {num_experts}", BUG)
 
 
 def numbers(

@@ -30,7 +30,7 @@ from moec.codegen.kernel_rows import (
 from moec.codegen.offline import FP_FUSION
 from moec.runtime.context import Context
 from moec.runtime.device_flags import flags_on, is_deferred
-from moec.runtime.kernels_torch_pairs import expert_fault, lost_rows, slots_here
+from moec.runtime.kernels_torch_pairs import expert_fault, lost_rows, pair_fault, slots_here
 from moec.runtime.kernels_triton import DTYPES
 from moec.runtime.kernels_triton_route import check_tensor
 
@@ -85,9 +85,13 @@ def sort_pairs(ctx: Context, rows_RD: Tensor, ids_Rk: Tensor, *, table: str, cop
     if not rows_RD.is_cuda and not values.alone:
         values = replace(values, rows=chunk_rows(INTERPRETED_ROWS, top))
     ids_Rk = ids_Rk.contiguous()
-    flag = flags_on(ctx, device).flag(
-        ("experts", ctx.layer, table), lambda pair: expert_fault(ctx, table, int(ids_Rk.flatten()[pair]))
-    )
+    if is_deferred(ctx):  # the flag is of all graphs, and keeps nothing alive that belongs to this one
+        fault = functools.partial(pair_fault, ctx.layer, table, ctx.placements[table].num_experts)
+        flag = flags_on(ctx, device).flag(("graphs", ctx.layer, table), fault)
+    else:
+        flag = flags_on(ctx, device).flag(
+            ("experts", ctx.layer, table), lambda pair: expert_fault(ctx, table, int(ids_Rk.flatten()[pair]))
+        )
     launch_group(values, rows_RD, ids_Rk, slots_here(ctx, table, device), found, flag)
     return found
 

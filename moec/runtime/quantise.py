@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moec.codegen.grouped_gemm import Weights
+from moec.diagnostics import fail
 
 #: Columns that share a scale, and rows that do in FP8 blocks.
 GROUP = 128
@@ -42,6 +43,18 @@ class QuantisedWeights:
     scales: Tensor
     depth: int
     sides: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise E0531 for FP8 weights that are not numbers: kernels decode e4m3's two codes for NaN as 480."""
+        if self.values.dtype is not torch.float8_e4m3fn:
+            return
+        for expert, codes in enumerate(self.values.view(torch.uint8)):
+            if ((codes & 0x7F) == 0x7F).any():
+                raise fail(
+                    "E0531",
+                    f"FP8 weights of expert {expert} are not all numbers",
+                    "the checkpoint is damaged, or was quantised from weights that overflowed",
+                )
 
 
 @dataclass(frozen=True, eq=False)
