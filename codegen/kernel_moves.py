@@ -71,8 +71,7 @@ def moving_cost(values: Moving, moves: Moves, device: Device, is_inverting: bool
     if isinstance(values, Route):
         return RowsCost("route", route_bytes(moves.tokens, values.experts, moves.top), 1, device)
     if isinstance(values, GroupRows):
-        row_bytes, launches = moves.row_bytes * values.copies, len(group_signatures(values))
-        return group_cost(moves.tokens, moves.top, moves.useful, row_bytes, device, launches)
+        return group_cost(values, moves.tokens, moves.useful, moves.row_bytes * values.copies, device)
     cost = reduce_cost(moves.tokens, moves.top, moves.useful, moves.row_bytes, device)
     if not is_inverting:
         return cost

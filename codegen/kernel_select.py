@@ -100,7 +100,7 @@ def _explained(chosen: Choice, wanted: GroupedGemm, unfit: Sequence[tuple[int, C
     """The values, with a word where the wanted ones were refused, or where the chosen ones are not fit themselves."""
     values = chosen.values
     if (own := next((why for _, choice, why in unfit if choice.values == values), None)) is not None:
-        return replace(values, fallback=Comment(f"{describe(values)} {own}, and so does every other tile"))
+        return replace(values, fallback=Comment(f"{describe(values)} {own}, and so does every other that was tried"))
     if (why := next((why for _, choice, why in unfit if choice.values == wanted), None)) is not None:
         return replace(values, fallback=Comment(f"{describe(values)} instead of {describe(wanted)}, which {why}"))
     return values

@@ -84,9 +84,12 @@ def _read(place: Path) -> Compiled | None:
         return None
     if hashlib.sha256(text.encode()).hexdigest() != digest:
         return None
-    kept = json.loads(text)
-    report = Report(**{**kept["report"], "binary": base64.b64decode(kept["report"]["binary"])})
-    return Compiled(report, _code(kept["code"]), was_kept=True)
+    try:
+        kept = json.loads(text)
+        report = Report(**{**kept["report"], "binary": base64.b64decode(kept["report"]["binary"])})
+        return Compiled(report, _code(kept["code"]), was_kept=True)
+    except (KeyError, TypeError, ValueError):  # whole, but of another version of moec
+        return None
 
 
 def _code(kept: Mapping[str, Any]) -> MachineCode:

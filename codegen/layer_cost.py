@@ -13,7 +13,7 @@ from moec.codegen.devices import LAUNCH_US, MEMORY_SHARE, Device
 from moec.codegen.expected_rows import Rows
 from moec.codegen.grouped_gemm import GroupedGemm, RowSource, Store
 from moec.codegen.kernel_cost import GemmCost, gemm_cost
-from moec.codegen.kernel_rows import group_signatures, specialise_group
+from moec.codegen.kernel_rows import GroupRows, group_signatures, specialise_group
 from moec.codegen.kernel_store import Compiled
 
 #: Microseconds that aiconfigurator (NVIDIA, commit 095f58a) measured for the layer of Qwen3-30B-A3B, bf16, one H200, by
@@ -32,16 +32,18 @@ PUBLISHED_US = (
 
 @dataclass(frozen=True)
 class RowsCost:
-    """A kernel that moves rows: `moved` bytes in `launches` launches."""
+    """A kernel that moves rows: `moved` bytes of memory, and `l2` bytes out of cache, in `launches` launches."""
 
     name: str
     moved: float
     launches: int
     device: Device
+    l2: float = 0.0
 
     @property
     def predicted_us(self) -> float:
-        return self.launches * LAUNCH_US + self.moved / (self.device.memory_gbps * 1e3 * MEMORY_SHARE)
+        moving = self.moved / (self.device.memory_gbps * 1e3 * MEMORY_SHARE)
+        return self.launches * LAUNCH_US + moving + self.l2 / (self.device.l2_gbps * 1e3)
 
 
 @dataclass(frozen=True)
@@ -119,14 +121,19 @@ def _group_cost(up: GroupedGemm, tokens: int, useful: int, device: Device) -> Ro
     copies = up.rows is RowSource.SORTED
     values = specialise_group(up.experts, up.experts, up.top, up.hidden, up.dtype, tokens, copies=copies)
     row_bytes = up.hidden * up.dtype.num_bytes * copies
-    return group_cost(tokens, up.top, useful, row_bytes, device, len(group_signatures(values)))
+    return group_cost(values, tokens, useful, row_bytes, device)
 
 
-def group_cost(tokens: int, top: int, useful: int, row_bytes: int, device: Device, launches: int = 2) -> RowsCost:
-    """Launches that read ids and write pairs and places; and copy rows, where `row_bytes` is not 0."""
-    lists = 2.0 * 8 * tokens * top + 8.0 * useful + 4.0 * tokens * top
+def group_cost(values: GroupRows, tokens: int, useful: int, row_bytes: int, device: Device) -> RowsCost:
+    """Ids are read, pairs and places written, and rows copied, where `row_bytes` is not 0.
+
+    Where there are two launches, each program of the second reads the counts of all chunks, out of cache.
+    """
+    lists = 2.0 * 8 * tokens * values.top + 8.0 * useful + 4.0 * tokens * values.top
     copied = float(row_bytes) * (min(tokens, useful) + useful)
-    return RowsCost("group_rows" if row_bytes else "group_pairs", lists + copied, launches, device)
+    counts = 0.0 if values.alone else 4.0 * values.held * values.num_chunks(tokens) ** 2
+    launches = len(group_signatures(values))
+    return RowsCost("group_rows" if row_bytes else "group_pairs", lists + copied, launches, device, counts)
 
 
 def reduce_cost(tokens: int, top: int, useful: int, row_bytes: int, device: Device) -> RowsCost:
