@@ -7,9 +7,10 @@
 3. Beside each figure: the same by `torch.nn.functional.grouped_mm` in the same run, the roof (the larger of the least
    bytes over bandwidth and operations over peak), what is published (`gpu_moe_layers.py`), and what is asked for.
 
-Takes under 4 minutes on an H200. Needs a GPU, torch >= 2.11, triton >= 3.6, jinja2, networkx and lark; moec need not be
-installed. Without a GPU, `--kernels-on-cpu` runs step 1 for a small layer in Triton's interpreter, and `--predict`
-prints what moec's cost model says of the kernels that it chooses for an H200 (two minutes of compiling).
+No case begins after `--seconds` (225, of which compiling takes part); those left out are named. Needs a GPU,
+torch >= 2.11, triton >= 3.6, jinja2, networkx and lark; moec need not be installed. Without a GPU, `--kernels-on-cpu`
+runs step 1 for a small layer in Triton's interpreter, and `--predict` prints what moec's cost model says of the kernels
+that it chooses for an H200 (two minutes of compiling).
 """
 
 from __future__ import annotations

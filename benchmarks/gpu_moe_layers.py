@@ -41,8 +41,8 @@ class Layer:
 LAYERS = (
     Layer("qwen3-30b", 2048, 768, 128, 8),
     Layer("qwen3-235b", 4096, 1536, 128, 8),
-    Layer("mixtral-8x7b", 4096, 14336, 8, 2),
     Layer("deepseek-v3", 7168, 2048, 256, 8, is_fp8=True),
+    Layer("mixtral-8x7b", 4096, 14336, 8, 2),
 )
 
 #: Layer, routing -> tokens -> microseconds.
