@@ -5,6 +5,7 @@ The numbers B14 ... B40 are faults that real engines shipped.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -24,11 +25,7 @@ from tests.grouped_gemms import TORCH, VARIANTS, assert_close, covering, inputs,
 pytest.importorskip("triton")
 
 #: Device (by descriptors, by pointers), rows an expert (large, thin and smallest tiles) and dtype.
-KERNELS = [
-    (target, rows, dtype)
-    for target in ("cuda:90", "cuda:80")
-    for rows, dtype in ((128, Dtype.BF16), (64, Dtype.FP16), (4, Dtype.BF16), (128, Dtype.FP32))
-]
+KERNELS = list(itertools.product(("cuda:90", "cuda:80"), (128, 64, 4), Dtype))
 FACTORS: dict[str, tuple[object, ...]] = {
     "variant": tuple(VARIANTS),
     "made_for": tuple(KERNELS),
@@ -42,11 +39,11 @@ FACTORS: dict[str, tuple[object, ...]] = {
 #: Depths that descriptors cannot take.
 RAGGED = {
     "variant": tuple(VARIANTS),
-    "made_for": (*KERNELS[:4], ("hip:gfx942", 128, Dtype.BF16), ("cuda:100", 64, Dtype.FP16)),
+    "made_for": (*KERNELS[:9], ("hip:gfx942", 128, Dtype.BF16), ("cuda:100", 64, Dtype.FP16)),
     "rows": (64, 7),
     "experts": (5, 1),
-    "depth": (50, 33),
-    "width": (33, 50),
+    "depth": (50, 33, 1025),
+    "width": (33, 50, 1025),
     "top": (2,),
     "routing": ("gaps", "tail"),
 }
