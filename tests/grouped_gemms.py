@@ -5,8 +5,6 @@ Shapes: X rows at their experts, T tokens, M experts, K summed, N columns of the
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -115,26 +113,3 @@ def row_ends(rows: int, experts: int, routing: str) -> Tensor:
     for i in range(served):
         counts[takers[i * i % len(takers)]] += 1
     return counts.cumsum(0).to(torch.int32)
-
-
-def covering(factors: Mapping[str, Sequence[object]]) -> list[tuple[object, ...]]:
-    """Rows that hold every pair of values of any two factors, chosen greedily and always alike."""
-    columns = list(factors.values())
-    pairs = {
-        (i, a, j, b)
-        for i, j in itertools.combinations(range(len(columns)), 2)
-        for a in range(len(columns[i]))
-        for b in range(len(columns[j]))
-    }
-    chosen = []
-    while pairs:
-        row = dict(zip(*[iter(min(pairs))] * 2, strict=False))
-        for i in [i for i in range(len(columns)) if i not in row]:
-            row[i] = max(range(len(columns[i])), key=lambda v, i=i, row=dict(row): (_gain(pairs, row | {i: v}), -v))
-        chosen.append(tuple(columns[i][row[i]] for i in range(len(columns))))
-        pairs -= {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(columns)), 2)}
-    return chosen
-
-
-def _gain(pairs: set[tuple[int, int, int, int]], row: dict[int, int]) -> int:
-    return sum((i, row[i], j, row[j]) in pairs for i, j in itertools.combinations(sorted(row), 2))

@@ -20,7 +20,8 @@ from moec.codegen.tiles import Form, Tile, cut_rows
 from moec.diagnostics import MoecError
 from moec.runtime import kernels_triton
 from moec.runtime.kernels_triton import grouped_gate_up, grouped_linear
-from tests.grouped_gemms import TORCH, VARIANTS, assert_close, covering, inputs, kernel, row_ends, run, wanted
+from tests.covering import covering
+from tests.grouped_gemms import TORCH, VARIANTS, assert_close, inputs, kernel, row_ends, run, wanted
 
 pytest.importorskip("triton")
 
