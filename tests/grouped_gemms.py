@@ -1,4 +1,4 @@
-"""Grouped GEMMs as tests ask for them: kernels by their variant, inputs, what they should give, pairwise covering sets.
+"""Grouped GEMMs as tests ask for them: kernels by their variant, inputs, what they should give.
 
 Shapes: X rows at their experts, T tokens, M experts, K summed, N columns of the result, S sides, L = S N lines.
 """
