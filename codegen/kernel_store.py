@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -24,7 +23,7 @@ from moec.codegen.machine_loops import MatrixLoop, MatrixOp
 from moec.codegen.offline import FP_FUSION, Launch, Report, Signature, compile_kernel
 from moec.codegen.targets import Target
 from moec.diagnostics import MoecError
-from moec.files import write_whole
+from moec.files import cache_folder, write_whole
 
 #: Raised when what is kept, or how it is read from machine code, changes.
 FORMAT = 1
@@ -61,7 +60,7 @@ def compiled(source: str, name: str, arguments: Signature, target: Target, launc
 
 def store_folder() -> Path:
     """Where compiled kernels are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moec" / "kernels"
+    return cache_folder() / "kernels"
 
 
 def _key(source: str, name: str, arguments: Signature, target: Target, launch: Launch) -> str:

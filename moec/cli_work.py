@@ -26,7 +26,7 @@ from moec.cli_run import Options
 from moec.cli_timeline import write_timeline
 from moec.compiler import compile
 from moec.diagnostics import MoecError, fail
-from moec.files import check_place, write_whole
+from moec.files import cache_folder, check_place, write_whole
 from moec.runtime.capturable import notes as graph_notes
 from moec.runtime.cpp_library import notes as kernel_notes
 from moec.runtime.expert_notes import OneNote, gather_counts
@@ -126,9 +126,7 @@ def compile_file(options: Options) -> Artifact:
     artifact = _compile(options.source, options.plan, options)
     kept = [artifact.files(), str(options.source.parent.resolve())]  # the saved plan tells the way to that folder
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
-    folder = (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moec" / f"{options.source.stem}-{digest}"
-    )
+    folder = cache_folder() / f"{options.source.stem}-{digest}"
     if os.environ.get("RANK", "0") == "0" and not folder.exists():
         try:
             folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -10,6 +10,11 @@ from pathlib import Path
 from moec.diagnostics import MoecError, fail
 
 
+def cache_folder() -> Path:
+    """Where moec keeps what it can make again: compiled programs, libraries, kernels."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moec"
+
+
 def check_place(path: Path) -> None:
     """Raises E0618 where `path` can be no file, to be asked before the work whose result it is to hold."""
     if path.is_dir():

@@ -120,7 +120,7 @@ def library_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpp_build, "find_compiler", lambda: ("c++",))
     monkeypatch.setattr(cpp_build, "_run", build)
     monkeypatch.setattr(cpp_build.ctypes, "CDLL", refuse)
-    monkeypatch.setattr(cpp_build, "cache_folder", lambda: Path("~/.cache/moec/cpp"))
+    monkeypatch.setattr(cpp_build, "library_folder", lambda: Path("~/.cache/moec/cpp"))
     monkeypatch.setattr(cpp_build, "write_whole", lambda place, content: None)
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
     cpp_build.load(TEXT + "// cannot be loaded")

@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 from moec.diagnostics import MoecError, fail, printable
-from moec.files import write_whole
+from moec.files import cache_folder, write_whole
 
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-pthread", "-fPIC", "-shared")
 #: A build that takes longer than this has hung.
@@ -34,7 +34,7 @@ _DIGEST_BYTES = 32
 def load(source: str) -> ctypes.CDLL:
     """The library of a text. Raises E0540 where there is no compiler, E0541 where it fails, E0542 for what it made."""
     compiler = find_compiler()
-    place = cache_folder() / f"{_key(source, compiler)}.so"
+    place = library_folder() / f"{_key(source, compiler)}.so"
     if (found := _open_kept(place)) is not None:
         return found
     with tempfile.TemporaryDirectory(prefix="moec-") as made:
@@ -50,9 +50,9 @@ def load(source: str) -> ctypes.CDLL:
         return _open(place)
 
 
-def cache_folder() -> Path:
+def library_folder() -> Path:
     """Where libraries are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moec" / "cpp"
+    return cache_folder() / "cpp"
 
 
 def find_compiler() -> tuple[str, ...]:
@@ -80,7 +80,7 @@ def _open(place: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(place))
     except OSError as error:
-        raise fail("E0542", f"the C++ kernels cannot be loaded: {error}", f"remove `{cache_folder()}`") from error
+        raise fail("E0542", f"the C++ kernels cannot be loaded: {error}", f"remove `{library_folder()}`") from error
 
 
 def _compile(source: str, compiler: tuple[str, ...], built: Path) -> None:
