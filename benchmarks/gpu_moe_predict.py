@@ -9,14 +9,12 @@ import numpy as np
 from gpu_moe_layers import PUBLISHED, ROUTINGS, TOKENS, WANTED, Layer, expert_loads
 
 from moec.codegen.devices import DEVICES
-from moec.codegen.gemm_source import grouped_gemm_signature, render_grouped_gemm
-from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, Store, specialise
+from moec.codegen.grouped_gemm import Projection, RowSource, Store, specialise
 from moec.codegen.kernel_candidates import candidates
 from moec.codegen.kernel_select import Choice, select
-from moec.codegen.kernel_store import Compiled, compiled
 from moec.codegen.layer_cost import layer_cost
-from moec.codegen.offline import Launch
 from moec.codegen.targets import Dtype, find_target
+from moec.compiler_kernels import compile_gemm
 
 DEVICE = DEVICES["h200"]
 
@@ -60,7 +58,7 @@ def predict(layer: Layer, tokens: int, routing: str) -> Prediction:
             op, layer.hidden, layer.inner, layer.experts, Dtype.BF16, find_target(DEVICE.target), top=layer.top,
             rows=source, store=store, rows_per_expert=mean,
         )  # fmt: skip
-        return select(candidates(wanted), rows, tokens, DEVICE, build)
+        return select(candidates(wanted), rows, tokens, DEVICE, compile_gemm)
 
     gathered, permuted = (chosen(Projection.GATE_UP, source) for source in (RowSource.GATHERED, RowSource.SORTED))
     plain, added = (chosen(Projection.DOWN, store=store) for store in (Store.PLAIN, Store.ACCUMULATED))
@@ -74,10 +72,3 @@ def predict(layer: Layer, tokens: int, routing: str) -> Prediction:
         costs["gathered"].roof_us, PUBLISHED.get((layer.name, routing), {}).get(tokens),
         WANTED.get((layer.name, routing), {}).get(tokens),
     )  # fmt: skip
-
-
-def build(values: GroupedGemm) -> Compiled:
-    """Machine code, kept or made."""
-    launch = Launch(values.name, values.warps, values.stages)
-    arguments, target = grouped_gemm_signature(values), find_target(values.target.text)
-    return compiled(render_grouped_gemm(values), "grouped_gemm", arguments, target, launch)
