@@ -14,16 +14,10 @@ from typing import Any
 
 from torch import fx
 
+from moec.codegen.kernel_route import Score
 from moec.codegen.renderer import render
 from moec.codegen.targets import Dtype
 from moec.ir import Program, op_of, type_of
-
-
-class Score(enum.Enum):
-    """How a router's logits become scores."""
-
-    SOFTMAX = "softmax"
-    SIGMOID = "sigmoid"
 
 
 class Pairs(enum.Enum):

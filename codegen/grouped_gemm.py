@@ -21,6 +21,7 @@ from moec.codegen.tiles import (
     cut_rows,
     default_blocking,
     descriptor_depth,
+    power_of_two,
 )
 from moec.diagnostics import fail
 
@@ -204,11 +205,11 @@ class GroupedGemm:
 
     @property
     def block_experts(self) -> int:
-        return max(2, 1 << (self.experts - 1).bit_length())
+        return max(2, power_of_two(self.experts))
 
     @property
     def triton_dtype(self) -> str:
-        return {Dtype.FP32: "float32", Dtype.FP16: "float16", Dtype.BF16: "bfloat16"}[self.dtype]
+        return self.dtype.triton
 
     @property
     def band(self) -> int:

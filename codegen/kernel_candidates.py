@@ -14,7 +14,7 @@ from moec.codegen.devices import device_for
 from moec.codegen.grouped_gemm import GroupedGemm
 from moec.codegen.renderer import Comment
 from moec.codegen.targets import Target, find_target
-from moec.codegen.tiles import MIN_SIDE, Tile
+from moec.codegen.tiles import Tile, product_side
 
 #: Rows of a wide tile.
 WIDE_ROWS = 128
@@ -58,7 +58,7 @@ def _shaped(wanted: GroupedGemm, shape: _Shape, target: Target) -> Iterator[Grou
     """`wanted` in another shape, where that fits it."""
     n = shape.columns // wanted.sides
     k = shape.depth * 2 // wanted.dtype.num_bytes
-    if n > _power_of_two(wanted.width) or k > _power_of_two(wanted.depth):
+    if n > product_side(wanted.width) or k > product_side(wanted.depth):
         return
     rows = [(tile.m, tile.swapped) for tile in wanted.tiles if shape.is_wide or tile.swapped]
     if shape.is_wide and not wanted.has_wide:
@@ -72,7 +72,3 @@ def _shaped(wanted: GroupedGemm, shape: _Shape, target: Target) -> Iterator[Grou
     if (needed := values.shared_bytes(target)) <= target.shared_limit:
         device = device_for(target)
         yield replace(values, programs=device.num_sms * max(1, min(2, device.shared // (needed + device.reserved))))
-
-
-def _power_of_two(size: int) -> int:
-    return max(MIN_SIDE, 1 << (size - 1).bit_length())

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from moec.codegen.offline import Launch, Report, Signature, compile_kernel
 from moec.codegen.renderer import Comment, render
 from moec.codegen.targets import Target
+from moec.codegen.tiles import power_of_two
 from moec.diagnostics import fail
 
 #: Scores that one warp holds: 4 in each of 32 lanes, so that a row of up to 128 experts is loaded in one go.
@@ -112,8 +113,3 @@ def compile_route(values: Route, target: Target) -> Report:
     """Compile a routing kernel offline."""
     launch = Launch(values.name, values.warps, 1)
     return compile_kernel(render_route(values), "route", route_signature(values), target, launch)
-
-
-def power_of_two(size: int) -> int:
-    """The smallest power of two that is at least `size`, which is at least 1."""
-    return 1 << (size - 1).bit_length()

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moec.codegen.kernel_route import power_of_two
 from moec.codegen.offline import Launch, Report, Signature, compile_kernel
 from moec.codegen.renderer import Comment, render
 from moec.codegen.targets import Dtype, Target
+from moec.codegen.tiles import power_of_two
 from moec.diagnostics import fail
 
-TRITON_DTYPES = {Dtype.FP32: "float32", Dtype.FP16: "float16", Dtype.BF16: "bfloat16"}
 #: Bytes that a warp of 32 lanes moves at once.
 WARP_BYTES = 512
 #: Choices up to which the loop over them is unrolled: what does not depend on the columns is then computed once.
@@ -136,7 +135,7 @@ class ReduceRows:
 
     @property
     def triton_dtype(self) -> str:
-        return TRITON_DTYPES[self.dtype]
+        return self.dtype.triton
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ from moec.diagnostics import did_you_mean, fail
 
 
 class Dtype(enum.Enum):
-    """Element types the kernels take; the value is the name in `.moe` files and in Triton."""
+    """Element types the kernels take; the value is the name in `.moe` files and in the types of Triton's arguments."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -18,6 +18,11 @@ class Dtype(enum.Enum):
     @property
     def num_bytes(self) -> int:
         return 4 if self is Dtype.FP32 else 2
+
+    @property
+    def triton(self) -> str:
+        """The name in `triton.language`."""
+        return {Dtype.FP32: "float32", Dtype.FP16: "float16", Dtype.BF16: "bfloat16"}[self]
 
 
 @dataclass(frozen=True)

@@ -110,10 +110,10 @@ def default_blocking(
     columns and rows. Raises E0523 where not even the smallest does.
     """
     tiles, warps = _wanted(sides, dtype, target, form, rows_per_expert, is_accumulated)
-    k = min(tiles[0].k, _power_of_two(depth))
+    k = min(tiles[0].k, product_side(depth))
     if form is Form.TMA:
         k = descriptor_depth(depth, dtype, tiles[0].k)
-    n = min(tiles[0].n, _power_of_two(width))
+    n = min(tiles[0].n, product_side(width))
     if is_accumulated and form is Form.POINTER:  # adding takes an address for each result: n columns of them spill
         n = max(MIN_SIDE, n // 2)
     stages = min(4, tiles[0].stages * max(1, tiles[0].k // k))
@@ -190,6 +190,11 @@ def _smaller(tiles: tuple[Tile, ...], sides: int, dtype: Dtype, target: Target) 
     )
 
 
-def _power_of_two(size: int) -> int:
+def product_side(size: int) -> int:
     """The smallest power of two that holds `size` and that a matrix product takes."""
-    return max(MIN_SIDE, 1 << (size - 1).bit_length())
+    return max(MIN_SIDE, power_of_two(size))
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is at least `size`, which is at least 1."""
+    return 1 << (size - 1).bit_length()

@@ -22,10 +22,10 @@ from moec.codegen.cpp import (
     Rope,
     Route,
     Router,
-    Score,
     collect,
     render_cpp,
 )
+from moec.codegen.kernel_route import Score
 from moec.codegen.targets import Dtype
 from moec.diagnostics import MoecError
 from moec.placement import linear as even

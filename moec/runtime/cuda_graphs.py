@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moec.codegen.tiles import power_of_two
 from moec.ir import Program
 from moec.runtime.step import Fixed, Step
 
@@ -81,11 +82,6 @@ def bucket_of(program: Program, step: Step) -> Bucket | None:
         return None
     reach = min(program.context, max(LEAST_REACH, power_of_two(extent.tokens)))
     return Bucket(min(program.slots, power_of_two(extent.slots)), reach)
-
-
-def power_of_two(number: int) -> int:
-    """The least power of two that is not less."""
-    return 1 << (number - 1).bit_length()
 
 
 @dataclass(eq=False)

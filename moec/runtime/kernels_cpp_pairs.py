@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moec.codegen.cpp import Route, Score
+from moec.codegen.cpp import Route
+from moec.codegen.kernel_route import Score
 from moec.runtime import kernels_torch_moe, kernels_torch_pairs
 from moec.runtime.context import Context
 from moec.runtime.cpp_library import Library
