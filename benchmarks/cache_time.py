@@ -33,11 +33,11 @@ from moec.cache.trace import read_trace, write_trace
 from moec.cache_files import CacheSettings
 from moec.cache_sizes import layer_bytes
 from moec.compiler import compile
-from moec.importer import import_model
-from moec.runtime.expert_cache import ExpertCache
+from moec.importer.folder import import_model
+from moec.runtime.experts.cache import ExpertCache
 from moec.runtime.generate import Request, generate
-from moec.runtime.launch import run_ranks
-from moec.runtime.launch_rank import Rank
+from moec.runtime.launch.job import run_ranks
+from moec.runtime.launch.rank import Rank
 from moec.runtime.routing_record import Recorder, gather_trace
 from moec.runtime.session import Session, open_session
 from moec.runtime.text import Text

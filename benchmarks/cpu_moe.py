@@ -31,9 +31,9 @@ from typing import Any
 import torch
 
 from moec.compiler import compile
-from moec.importer import import_model
-from moec.runtime.launch_rank import Rank
-from moec.runtime.launch_status import Status
+from moec.importer.folder import import_model
+from moec.runtime.launch.rank import Rank
+from moec.runtime.launch.status import Status
 from moec.runtime.session import Session, open_session
 from moec.runtime.step import Piece, make_step
 

@@ -27,7 +27,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 import torch
 
-from moec.cli import main as moec
+from moec.cli.app import main as moec
 
 ROOT = Path(__file__).resolve().parent.parent
 MESH = ("--set", "mesh.attention=dp(4)", "--set", "mesh.experts=ep(4)")

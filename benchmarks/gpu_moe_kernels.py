@@ -16,12 +16,12 @@ from torch import Tensor
 from moec.codegen.grouped_gemm import Projection, RowSource, Store
 from moec.mesh import Mesh
 from moec.placement import Placement
-from moec.runtime import kernels_triton_quantised as fp8
 from moec.runtime.context import Context
 from moec.runtime.device_flags import raise_faults
-from moec.runtime.kernels_triton import launch_grouped_gemm, specialise_for
-from moec.runtime.kernels_triton_rows import sort_pairs, sum_rows
-from moec.runtime.launch_status import Status
+from moec.runtime.kernels import triton_quantised as fp8
+from moec.runtime.kernels.triton_products import launch_grouped_gemm, specialise_for
+from moec.runtime.kernels.triton_rows import sort_pairs, sum_rows
+from moec.runtime.launch.status import Status
 from moec.runtime.quantise import QuantisedWeights, dequantise, quantise_fp8_blocks
 from moec.runtime.step import make_step
 

@@ -2,8 +2,8 @@
 
     python benchmarks/published_all_to_all.py [--data FOLDER]
 
-DeepEP's modes are put together from the cost model's own parts: rows per class of link from `moec.cost_flow`, the
-expectation of distinct destinations from `moec.cost_routing`, the alpha-beta time of `moec.topology.Link`. Nothing is
+DeepEP's modes are put together from the cost model's own parts: rows per class of link from `moec.cost.flow`, the
+expectation of distinct destinations from `moec.routing`, the alpha-beta time of `moec.topology.Link`. Nothing is
 fitted to a row. Exit code 1 where the median error of the predicted times is over 25%.
 """
 
@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moec.cost_flow import CLASSES, Flow, Route, hop, pairs
-from moec.cost_routing import RandomRouting
+from moec.cost.flow import CLASSES, Flow, Route, hop, pairs
 from moec.mesh import Mesh
 from moec.placement import linear
+from moec.routing import RandomRouting
 from moec.topology import Cluster, Device, Link
 
 LIMIT = 0.25

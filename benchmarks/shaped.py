@@ -36,8 +36,8 @@ import torch.distributed as dist
 from shaped_nodes import ClusterError, Traffic, configure, entered, new_namespace, set_namespace, traffic, unavailable
 from torch._C._distributed_c10d import TCPStore
 
-from moec.runtime.launch_rank import Rank, die_with, start_rank
-from moec.runtime.launch_status import Status
+from moec.runtime.launch.rank import Rank, die_with, start_rank
+from moec.runtime.launch.status import Status
 
 MTU = 9000
 BURST_BYTES = 2 * (MTU + 14)

@@ -38,11 +38,11 @@ from shaped_table import BASELINE, Row, show, summarise
 from torch import Tensor
 
 from moec.calibrate_fit import calibrated, declaration, from_rows
-from moec.ir import Program
+from moec.ir.program import Program
 from moec.runtime.calibrate import measure as calibrate_rank
 from moec.runtime.context import DTYPES
 from moec.runtime.groups import make_groups
-from moec.runtime.launch_rank import Rank
+from moec.runtime.launch.rank import Rank
 from moec.topology import Cluster
 
 #: The lowerings of moec by the names of the table.

@@ -19,16 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from moec.compiler import compile_phase
-from moec.cost import node_costs
-from moec.cost_exchange import OPERATIONS
+from moec.cost.exchange import OPERATIONS
+from moec.cost.operations import node_costs
 from moec.diagnostics import SourceFile
-from moec.ir import Body, Program, is_op, op_of, operands, results_of
+from moec.ir.program import Body, Program, is_op, op_of, operands, results_of
 from moec.runtime.context import DTYPES, Context
 from moec.runtime.groups import Group
-from moec.runtime.kernels import kernels_for
-from moec.runtime.launch_rank import Rank
+from moec.runtime.kernels.table import kernels_for
+from moec.runtime.launch.rank import Rank
 from moec.runtime.step import make_step
-from moec.semantics import check
+from moec.semantics.checker import check
 
 TOKENS = {"decode": 64, "prefill": 1024}
 #: Narrow experts: what is timed is the exchange.

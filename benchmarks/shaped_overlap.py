@@ -26,15 +26,15 @@ from shaped_nodes import ClusterError
 
 from moec.compiler import compile_phase
 from moec.diagnostics import SourceFile
-from moec.ir import Program
+from moec.ir.program import Program
 from moec.runtime.context import DTYPES
 from moec.runtime.executor import Executor, local_shape
 from moec.runtime.groups import make_groups
 from moec.runtime.kv import allocate_kv
-from moec.runtime.launch_rank import Rank
+from moec.runtime.launch.rank import Rank
 from moec.runtime.step import Piece, make_step
 from moec.runtime.weights import wanted
-from moec.semantics import check
+from moec.semantics.checker import check
 
 _TEXT = """
 cluster shaped {{

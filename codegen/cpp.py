@@ -17,7 +17,7 @@ from torch import fx
 from moec.codegen.kernel_route import Score
 from moec.codegen.renderer import render
 from moec.codegen.targets import Dtype
-from moec.ir import Program, op_of, type_of
+from moec.ir.program import Program, op_of, type_of
 
 
 class Pairs(enum.Enum):

@@ -15,7 +15,7 @@ from torch import fx
 
 from moec.codegen.renderer import Comment, Text, is_identifier, render
 from moec.diagnostics import MoecError, fail
-from moec.ir import Body, Loc, Program, Type, is_op, loc_of, op_of, results_of, type_of
+from moec.ir.program import Body, Loc, Program, Type, is_op, loc_of, op_of, results_of, type_of
 from moec.layout import Replicate
 
 #: Inputs a step gives to a body beside the value `x` that flows through all of them.

@@ -1,5 +1,5 @@
 """`python -m moec`, and what `torchrun -m moec` starts."""
 
-from moec.cli import main
+from moec.cli.app import main
 
 main()

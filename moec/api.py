@@ -20,10 +20,10 @@ from moec.artifact import load as load_artifact
 from moec.cache_files import CacheSettings, find_cache
 from moec.runtime.capturable import notes as graph_notes
 from moec.runtime.cpp_library import notes
-from moec.runtime.expert_notes import OneNote
+from moec.runtime.experts.notes import OneNote
 from moec.runtime.generate import Request, collect_logits, generate
-from moec.runtime.launch import run_ranks
-from moec.runtime.launch_rank import Rank, device_kind
+from moec.runtime.launch.job import run_ranks
+from moec.runtime.launch.rank import Rank, device_kind
 from moec.runtime.run_counts import gather_dropped, may_drop, tell_dropped
 from moec.runtime.sampling import Sampling
 from moec.runtime.schedule import check_prompts

@@ -10,10 +10,10 @@ from typing import Any
 
 from moec.artifact_files import canonical_json, read_artifact, read_binaries, read_plan, write_artifact
 from moec.diagnostics import CompileError, MoecError, fail
-from moec.ir import Program
-from moec.ir_parse import parse
-from moec.ir_text import print_program
-from moec.ir_verifier import verify
+from moec.ir.parse import parse
+from moec.ir.program import Program
+from moec.ir.text import print_program
+from moec.ir.verifier.program import verify
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ FORMAT = 1
 MAX_FILE = 64 << 20
 #: Files that are no text: machine code of kernels, kept for tools to read. Nothing of it is ever run.
 BINARY = (".cubin", ".hsaco")
-#: What every plan.json has (`moec.plan_document` writes it).
+#: What every plan.json has (`moec.plan.document` writes it).
 _PLAN_PARTS: dict[str, type] = {
     "plan": str, "source": str, "model": dict, "weights": dict, "compute": str, "context": int, "target": str,
     "parameters": dict, "mesh": dict, "cluster": dict, "placement": dict, "memory": list, "kernels": list,

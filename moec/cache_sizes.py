@@ -11,9 +11,9 @@ from moec.cache.policies import policy_named
 from moec.cache.policy import Key
 from moec.cache.residency import least_slots
 from moec.diagnostics import CompileError, Diagnostic
-from moec.ir import Body, Cache, Program, op_of
-from moec.ir_slots import is_cached, most_held
-from moec.ops import WIDTH
+from moec.ir.ops.table import WIDTH
+from moec.ir.program import Body, Cache, Program, op_of
+from moec.ir.slots import is_cached, most_held
 
 #: Slots start at multiples of this, as torch's own tensors do.
 SLOT_ALIGNMENT = 64

@@ -1,6 +1,6 @@
 """The checked spec: what a `.moe` file means once names, units, ranges and arithmetic are resolved.
 
-Plain frozen values, made by `moec.semantics` and `moec.importer`, read by `moec.lowering`. No torch.
+Plain frozen values, made by `moec.semantics.checker` and `moec.importer.folder`, read by `moec.lowering`. No torch.
 D hidden, V vocabulary, E routed experts, I inner width of one expert.
 """
 
@@ -193,7 +193,7 @@ class Cache:
     """Which of the experts a rank holds are in its device memory, and how the others come there.
 
     Exactly one of `hbm` (bytes per rank), `slots` (experts per layer and rank) and `share` (part of each layer's
-    experts on the rank, above 0, at most 1) is set. Trace files are paths as `moec.semantics` resolved them.
+    experts on the rank, above 0, at most 1) is set. Trace files are paths as `moec.semantics.checker` resolved them.
     """
 
     name: str

@@ -12,15 +12,15 @@ from pathlib import Path
 
 from moec.artifact import Artifact, name_of
 from moec.checked import Plan
-from moec.checkpoint import has_weights, open_checkpoint
+from moec.checkpoint.folder import has_weights, open_checkpoint
 from moec.codegen.cpp import kernels_of, render_cpp
 from moec.codegen.kernel_tune import Measure
 from moec.codegen.phase import render_phase
 from moec.compiler_kernels import compile_kernels
 from moec.diagnostics import CompileError, Diagnostic, SourceFile, did_you_mean
 from moec.grammar.parser import read_source
-from moec.ir import Program, op_of
-from moec.ir_proof import prove
+from moec.ir.program import Program, op_of
+from moec.ir.proof.program import prove
 from moec.lowering import lower
 from moec.passes import PASSES
 from moec.passes.base import Pass
@@ -42,11 +42,11 @@ from moec.passes.shard_attention import ShardAttention
 from moec.passes.shard_experts import ShardExperts
 from moec.passes.split_stages import SplitStages
 from moec.passes.split_tokens import SplitTokens
-from moec.plan_cache import CacheTables, cache_document, with_learned
-from moec.plan_document import plan_document
-from moec.plan_exchange import ExchangeTables
-from moec.plan_trace import PlanTrace, open_trace
-from moec.semantics import check
+from moec.plan.cache import CacheTables, cache_document, with_learned
+from moec.plan.document import plan_document
+from moec.plan.exchange import ExchangeTables
+from moec.plan.trace import PlanTrace, open_trace
+from moec.semantics.checker import check
 from moec.weights_path import find_weights
 
 PHASES = ("prefill", "decode")

@@ -24,7 +24,7 @@ from moec.codegen.offline import Launch
 from moec.codegen.renderer import Comment
 from moec.codegen.targets import Target, find_target
 from moec.compiler_uses import Use, device_of, uses
-from moec.ir import Program
+from moec.ir.program import Program
 
 #: Operations that grouped GEMM kernels serve: (projection, where rows come from, what becomes of results).
 GEMMS = {

@@ -11,9 +11,9 @@ from torch import fx
 from moec.codegen.devices import Device, device_for
 from moec.codegen.expected_rows import Rows, random_rows, spread
 from moec.codegen.targets import Dtype, Target
-from moec.cost_routing import TracedRouting
-from moec.cost_sizes import Sizes, sizes_of
-from moec.ir import Body, Program, loc_of, op_of, operands, type_of
+from moec.cost.sizes import Sizes, sizes_of
+from moec.ir.program import Body, Program, loc_of, op_of, operands, type_of
+from moec.routing import TracedRouting
 
 
 @dataclass(frozen=True, eq=False)

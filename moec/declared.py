@@ -1,6 +1,6 @@
 """The mathematics of a model as one flat table: what a config.json must say too for its weights to mean the same.
 
-A plan keeps the table of its program, and `moec.importer_match` compares it with the config beside the weights. Names,
+A plan keeps the table of its program, and `moec.importer.match` compares it with the config beside the weights. Names,
 the dtype of the checkpoint and where a declaration stands are left out: they change no result.
 """
 

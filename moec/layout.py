@@ -48,7 +48,7 @@ class Placed:
 class Routed:
     """Rows scattered by routing table `table`, that lie where `at` says: home, node, local, expert or grouped.
 
-    `moec.ops_exchange` tells what each means and which operation moves rows from one to the next.
+    `moec.ir.ops.exchange` tells what each means and which operation moves rows from one to the next.
     """
 
     table: str

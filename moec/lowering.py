@@ -1,6 +1,6 @@
 """Checked spec -> the first Program: every value whole on every rank, one body per kind of layer.
 
-What the model computes is written here once, in the operations of `moec.ops`; the passes then decide where.
+What the model computes is written here once, in the operations of `moec.ir.ops.table`; the passes then decide where.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import fx
 
 from moec.checked import Experts, Gqa, Layer, Mla, Model, Moe, Phase, Plan, Rotary, Swiglu
 from moec.diagnostics import Span
-from moec.ir import Body, Cache, Loc, Param, Program, Run, State, Tier
-from moec.ir_build import Builder
+from moec.ir.build import Builder
+from moec.ir.program import Body, Cache, Loc, Param, Program, Run, State, Tier
 from moec.mesh import Mesh
 from moec.topology import Link
 

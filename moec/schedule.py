@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from moec.ir import Body, is_op, op_of, results_of
+from moec.ir.program import Body, is_op, op_of, results_of
 
 #: Microseconds of an operation: of a start, those of its transfer.
 Cost = Callable[[fx.Node], float]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from moec.diagnostics import CompileError, Diagnostic, did_you_mean
-from moec.ir import Program
+from moec.ir.program import Program
 
 #: What an option's field can be.
 KINDS: dict[str, Callable[[str], Any]] = {"int": int, "str": str, "float": float}

@@ -8,10 +8,10 @@ from typing import ClassVar
 from torch import fx
 
 from moec.cache_sizes import count_slots
-from moec.cost_hits import traced_hit_rate
-from moec.ir import Body, Program, is_op, op_of, operands
-from moec.ir_build import Builder, erase
-from moec.ir_slots import most_held
+from moec.cost.hits import traced_hit_rate
+from moec.ir.build import Builder, erase
+from moec.ir.program import Body, Program, is_op, op_of, operands
+from moec.ir.slots import most_held
 from moec.passes.base import Pass
 
 

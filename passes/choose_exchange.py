@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moec.cost_exchange import CANDIDATES, Comparison
-from moec.ir import Program
+from moec.cost.exchange import CANDIDATES, Comparison
+from moec.ir.program import Program
 from moec.passes.base import Pass, pass_named
 
 

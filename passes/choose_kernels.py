@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from moec.diagnostics import CompileError, Diagnostic
-from moec.ir import Program, op_of
-from moec.ops import OPS
+from moec.ir.ops.table import OPS
+from moec.ir.program import Program, op_of
 from moec.passes.base import Pass
 
 

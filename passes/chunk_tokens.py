@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from moec.ir import Body, Program, is_op, op_of, operands, output_of, results_of
-from moec.ir_build import Builder, erase
+from moec.ir.build import Builder, erase
+from moec.ir.program import Body, Program, is_op, op_of, operands, output_of, results_of
 from moec.passes.base import Pass
 
 

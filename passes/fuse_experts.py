@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from torch import fx
 
-from moec.cost_gather import is_gathering_better
-from moec.cost_sizes import sizes_of
-from moec.ir import Body, Program, is_op, op_of, operands, results_of
-from moec.ir_build import Builder, erase
+from moec.cost.gather import is_gathering_better
+from moec.cost.sizes import sizes_of
+from moec.ir.build import Builder, erase
+from moec.ir.program import Body, Program, is_op, op_of, operands, results_of
 from moec.passes.base import Pass
 
 #: Kernels that read rows through their pairs, and that sum as they go.
@@ -19,7 +19,7 @@ FUSING = ("triton",)
 
 @dataclass(frozen=True)
 class FuseExperts(Pass):
-    """Leave out the copy of the rows where reading them through their pairs is cheaper, by `moec.cost_gather`.
+    """Leave out the copy of the rows where reading them through their pairs is cheaper, by `moec.cost.gather`.
 
     A phase with `sums = any` adds what the experts give into the tokens' rows at once, as it comes.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moec.ir import Program
-from moec.ir_build import input_type, reinfer
+from moec.ir.build import input_type, reinfer
+from moec.ir.program import Program
 from moec.passes.base import Pass
 
 

@@ -15,10 +15,10 @@ from typing import ClassVar
 
 from torch import fx
 
-from moec.cost_sizes import token_rows
+from moec.cost.sizes import token_rows
 from moec.diagnostics import CompileError, Diagnostic
-from moec.ir import Program, Type, is_op, op_of, operands, type_of
-from moec.ir_build import Builder, erase
+from moec.ir.build import Builder, erase
+from moec.ir.program import Program, Type, is_op, op_of, operands, type_of
 from moec.passes.base import Pass
 
 EP, NODE, LOCAL = "experts.ep", "links.node", "links.local"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moec.ir import Program
+from moec.ir.program import Program
 from moec.passes.base import Pass
 from moec.placement import STRATEGIES
 

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from moec.cost_exchange import copy_body
-from moec.ir import Body, Program, Run, is_op, op_of, operands, output_of, results_of
-from moec.ir_build import Builder
+from moec.cost.exchange import copy_body
+from moec.ir.build import Builder
+from moec.ir.program import Body, Program, Run, is_op, op_of, operands, output_of, results_of
 from moec.passes.base import Pass
-from moec.plan_prefetch import Option, Pair, Prefetch, pairs, plan_prefetches, reads_ffn_norm
+from moec.plan.prefetch import Option, Pair, Prefetch, pairs, plan_prefetches, reads_ffn_norm
 
 
 @dataclass(frozen=True)

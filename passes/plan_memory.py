@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moec.cost_memory import memory_by_rank
+from moec.cost.memory import memory_by_rank
 from moec.diagnostics import CompileError, Diagnostic
-from moec.ir import Program
+from moec.ir.program import Program
 from moec.passes.base import Pass
 
 
 @dataclass(frozen=True)
 class PlanMemory(Pass):
-    """Write the bytes per rank (`moec.cost_memory`), and refuse a plan that a device of the cluster cannot hold.
+    """Write the bytes per rank (`moec.cost.memory`), and refuse a plan that a device of the cluster cannot hold.
 
     before: (no memory lines)
     after:  memory 0 weights=16777216 kv=4194304 buffers=1048576        (and, of an expert cache, slots=4194304)

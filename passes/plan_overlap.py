@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moec.ir import Program
+from moec.ir.program import Program
 from moec.passes.base import Pass, pass_named
-from moec.plan_overlap import Overlap, plan_overlap
+from moec.plan.overlap import Overlap, plan_overlap
 
 #: The passes that each candidate goes through.
 LOWERING = ("chunk-tokens", "insert-exchange", "fuse-gate-up")

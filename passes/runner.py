@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from moec.diagnostics import CompileError, Diagnostic
-from moec.ir import Program
-from moec.ir_verifier import verify
-from moec.ops import OpError
+from moec.ir.ops.table import OpError
+from moec.ir.program import Program
+from moec.ir.verifier.program import verify
 from moec.passes.base import Pass
 
 Observer = Callable[[Pass, Program], None]

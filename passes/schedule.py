@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from moec.cost import node_cost
-from moec.cost_sizes import sizes_of
-from moec.ir import Body, Program
+from moec.cost.operations import node_cost
+from moec.cost.sizes import sizes_of
+from moec.ir.program import Body, Program
 from moec.passes.base import Pass
 from moec.schedule import Cost, reorder
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from moec.ir import Body, Param, Program, State, Type, is_op, output_of, type_of
-from moec.ir_build import Builder, reinfer
+from moec.ir.build import Builder, reinfer
+from moec.ir.program import Body, Param, Program, State, Type, is_op, output_of, type_of
 from moec.layout import Partial, Place, Shard, layout
 from moec.passes.base import Pass
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moec.ir import Body, Program, Run, loc_of, op_of
-from moec.ir_build import Builder
+from moec.ir.build import Builder
+from moec.ir.program import Body, Program, Run, loc_of, op_of
 from moec.passes.base import Pass
 from moec.placement import balanced
 

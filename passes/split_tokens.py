@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from moec.ir import Body, Program, is_op, op_of, operands
-from moec.ir_build import Builder, reinfer
+from moec.ir.build import Builder, reinfer
+from moec.ir.program import Body, Program, is_op, op_of, operands
 from moec.passes.base import Pass
 
 

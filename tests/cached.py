@@ -18,16 +18,16 @@ from moec.cache.trace import Trace, read_trace, write_trace
 from moec.cache_files import find_cache
 from moec.cache_sizes import pinned_keys
 from moec.compiler import compile
-from moec.importer import import_model
-from moec.ir import Program
-from moec.runtime.expert_cache import ExpertCache
-from moec.runtime.expert_copier import Copier
-from moec.runtime.expert_file import Key
-from moec.runtime.expert_session import fill_order
-from moec.runtime.expert_tiers import HostTier
+from moec.importer.folder import import_model
+from moec.ir.program import Program
+from moec.runtime.experts.cache import ExpertCache
+from moec.runtime.experts.copier import Copier
+from moec.runtime.experts.file import Key
+from moec.runtime.experts.session import fill_order
+from moec.runtime.experts.tiers import HostTier
 from moec.runtime.generate import Request, collect_logits, generate
-from moec.runtime.launch import run_ranks
-from moec.runtime.launch_rank import Rank
+from moec.runtime.launch.job import run_ranks
+from moec.runtime.launch.rank import Rank
 from moec.runtime.routing_record import Recorder, gather_trace
 from moec.runtime.session import open_session
 from moec.runtime.weights_experts import cached_layers, contents_of

@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from moec.checkpoint import check_unchanged, open_checkpoint, read_config
-from moec.checkpoint_family import family_of, parse_family
-from moec.checkpoint_map import Sources, open_sources
+from moec.checkpoint.family import family_of, parse_family
+from moec.checkpoint.folder import check_unchanged, open_checkpoint, read_config
+from moec.checkpoint.map import Sources, open_sources
 from moec.declared import declared
-from moec.importer import import_config, import_model
-from moec.importer_match import check_declared
+from moec.importer.folder import import_config, import_model
+from moec.importer.match import check_declared
 from moec.parameters import logical_parameters
 from tests import micro_checkpoint as micro
 

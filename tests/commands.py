@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moec.cli import main
+from moec.cli.app import main
 
 #: After this a command counts as hung. Generous: what a test asserts is never a time near it.
 PATIENCE_SECONDS = 60.0

@@ -11,7 +11,7 @@ from torch import Tensor
 from moec.mesh import Mesh
 from moec.placement import Placement, linear
 from moec.runtime.context import Context
-from moec.runtime.launch_status import Status
+from moec.runtime.launch.status import Status
 from moec.runtime.step import Piece, make_step
 
 

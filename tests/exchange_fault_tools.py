@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import fx
 
-from moec.ir import Body, Program, is_op, op_of, results_of
-from moec.ir_build import Builder, drop_unused_params, erase, reinfer
-from moec.ops import OpError
+from moec.ir.build import Builder, drop_unused_params, erase, reinfer
+from moec.ir.ops.table import OpError
+from moec.ir.program import Body, Program, is_op, op_of, results_of
 from moec.placement import round_robin
 from tests.exchange_programs import exchange_plan, exchanged
 

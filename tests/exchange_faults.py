@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from moec.ir import Program, is_op, op_of, results_of
+from moec.ir.program import Program, is_op, op_of, results_of
 from moec.layout import Placed, layout
 from tests.exchange_fault_tools import fault, layer, ops, other_table, put, set_args, set_attrs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moec.checked import Phase, Plan
-from moec.ir import Program
+from moec.ir.program import Program
 from moec.passes import PASSES
 from moec.passes.plan_overlap import PlanOverlap
 from moec.passes.runner import run_passes

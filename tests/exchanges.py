@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from moec.placement import Placement
-from moec.runtime import kernels_torch_exchange as x
-from moec.runtime import kernels_torch_moe as k
-from moec.runtime import kernels_torch_pairs as pairing
 from moec.runtime.context import DROPPED, Context
+from moec.runtime.kernels import torch_exchange as x
+from moec.runtime.kernels import torch_moe as k
+from moec.runtime.kernels import torch_pairs as pairing
 from tests.contexts import context
 
 #: One rank's tokens [S, D], ids [S, k] and weights [S, k].

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moec.diagnostics import Diagnostic, fail
-from moec.runtime.expert_file import Contents, Key, LayerBlobs
+from moec.runtime.experts.file import Contents, Key, LayerBlobs
 
 #: Two layers with experts of different sizes; a blob of the second is several pages long.
 CONTENTS = Contents(

@@ -13,7 +13,7 @@ from torch.nn.functional import silu
 
 from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, Store, specialise
 from moec.codegen.targets import TARGETS, Dtype
-from moec.runtime.kernels_triton import DTYPES, launch_grouped_gemm
+from moec.runtime.kernels.triton_products import DTYPES, launch_grouped_gemm
 
 TORCH = {dtype: name for name, dtype in DTYPES.items()}
 #: What a kernel does with rows and results: op, rows, store.

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import torch
 
-from moec.ir import Program, is_op, op_of
-from moec.ir_build import drop_unused_params, erase
-from moec.ir_eval import Sequence
+from moec.ir.build import drop_unused_params, erase
+from moec.ir.evaluator.program import Sequence
+from moec.ir.program import Program, is_op, op_of
 from moec.passes import PASSES
 from moec.passes.place_experts import PlaceExperts
 from moec.passes.runner import run_passes

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from moec.artifact import Artifact
 from moec.compiler import compile
-from moec.importer import import_model
-from moec.importer_mesh import parse_mesh
+from moec.importer.folder import import_model
+from moec.importer.mesh import parse_mesh
 from moec.runtime.generate import Request, collect_logits, generate
-from moec.runtime.launch import run_ranks
-from moec.runtime.launch_rank import Rank
+from moec.runtime.launch.job import run_ranks
+from moec.runtime.launch.rank import Rank
 from moec.runtime.session import open_session
 
 #: Every combination of axes the two exchanges must serve; None is one rank.

@@ -32,10 +32,10 @@ from moec.checked import (
     Yarn,
 )
 from moec.diagnostics import SourceFile, Span
-from moec.ir import Program
-from moec.ir_eval import Reference, Sequence
-from moec.ir_parse import parse
-from moec.ir_text import print_program
+from moec.ir.evaluator.program import Reference, Sequence
+from moec.ir.parse import parse
+from moec.ir.program import Program
+from moec.ir.text import print_program
 from moec.lowering import lower
 from moec.passes import PASSES
 from moec.passes.runner import Observer, run_passes

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from moec.checked import Model, Moe
-from moec.checkpoint_family import family_of
+from moec.checkpoint.family import family_of
 from moec.diagnostics import MoecError, Span
-from moec.importer import import_config
+from moec.importer.folder import import_config
 from tests import micro_checkpoint as micro
 
 QWEN: dict[str, Any] = {

@@ -16,8 +16,8 @@ from moec.cache.predictors import History, NextRouter, Predictor
 from moec.cache.simulate import Prefetch, policy_for, simulate
 from moec.cache.trace import DECODE, PREFILL, Trace, read_trace
 from moec.cache_sizes import held_experts, pinned_keys
-from moec.ir import Program, is_op, op_of
-from moec.runtime.expert_session import fill_order
+from moec.ir.program import Program, is_op, op_of
+from moec.runtime.experts.session import fill_order
 from tests import checkpoints
 from tests.cached import compile_cached, run_cached
 

@@ -14,9 +14,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from moec.runtime.expert_cache import ExpertCache
-from moec.runtime.expert_copier import Copier
-from moec.runtime.expert_lane import Transfer
+from moec.runtime.experts.cache import ExpertCache
+from moec.runtime.experts.copier import Copier
+from moec.runtime.experts.lane import Transfer
 from tests import checkpoints
 from tests.cached import Run, compile_cached, run_cached, same_bits
 from tests.parity import Outcome, compile_checkpoint, run
@@ -146,7 +146,7 @@ def test_guesses_that_are_always_wrong_cost_time_only(
     slots: int,
 ) -> None:
     """B21."""
-    monkeypatch.setattr("moec.runtime.expert_cache.most_rows_first", _wrong)
+    monkeypatch.setattr("moec.runtime.experts.cache.most_rows_first", _wrong)
     cache = {"hbm": f"slots({slots})", "evict": evict, "prefetch": "next_router(ahead = 1)"}
     found = served(model, tmp_path, "ep=2", *STEPS, **cache)
     assert same_bits(found.outcome, resident["few"])

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from moec.calibrate_fit import Measured, Sample, calibrated, declaration, fit_link, from_rows
-from moec.cli_calibrate import _name
+from moec.cli.calibrate import _name
 from moec.diagnostics import SourceFile
 from moec.runtime import calibrate
-from moec.runtime.launch import run_ranks
-from moec.semantics import check
+from moec.runtime.launch.job import run_ranks
+from moec.semantics.checker import check
 from moec.topology import Cluster, Device, Link
 from tests.commands import moec
 

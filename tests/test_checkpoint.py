@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from moec.checkpoint import Fingerprint, check_unchanged, has_weights, open_checkpoint, read_config
-from moec.checkpoint_header import DTYPE_BYTES, read_header
+from moec.checkpoint.folder import Fingerprint, check_unchanged, has_weights, open_checkpoint, read_config
+from moec.checkpoint.header import DTYPE_BYTES, read_header
 from moec.diagnostics import MoecError
 from tests import micro_checkpoint as micro
 from tests.checkpoint_faults import CASES, EXPERT, sources_of

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from moec.cli import app
+from moec.cli.app import app
 from tests.commands import moec
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,7 +80,7 @@ def test_no_arguments_show_the_help() -> None:
 
 QUICK = """
 import sys
-from moec.cli import app
+from moec.cli.app import app
 file, folder, made = sys.argv[1:]
 for args in (["--help"], ["run", "--help"], ["check", file], ["fmt", "--check", file], ["explain", "E0203"],
              ["import", folder], ["explain", made]):
@@ -212,7 +212,7 @@ def broken(*_: object, **__: object) -> str:
 
 
 def test_a_bug_is_one_line_and_70(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moec.importer.import_model", broken)
+    monkeypatch.setattr("moec.importer.folder.import_model", broken)
     line = "moec: error[E0699]: internal error: ZeroDivisionError: a bug"
     assert call("import", EXAMPLE) == (70, "", f"{line}; set MOEC_DEBUG=1 for the traceback, and report it\n")
     monkeypatch.setenv("MOEC_DEBUG", "1")
@@ -225,7 +225,7 @@ def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moec.importer.import_model", interrupted)
+    monkeypatch.setattr("moec.importer.folder.import_model", interrupted)
     assert call("import", EXAMPLE) == (130, "", "moec: error[E0606]: stopped by SIGINT\n")
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from moec.cli import app
+from moec.cli.app import app
 from tests.traces import random_ids, written
 
 IDS = random_ids(2, 40, 2, 8)
@@ -268,7 +268,7 @@ def test_slots_that_pins_leave_no_room_in_are_refused(trace: Path) -> None:
 
 
 def test_torch_is_never_imported(trace: Path) -> None:
-    program = "import sys; from moec.cli import app\ntry: app(sys.argv[1:])\nexcept SystemExit: pass\n"
+    program = "import sys; from moec.cli.app import app\ntry: app(sys.argv[1:])\nexcept SystemExit: pass\n"
     program += "print(sorted({'torch', 'triton', 'transformers'} & set(sys.modules)), file=sys.stderr)"
     args = ["cache", trace, "--model", trace.parent / "toy.moe", "--plan", "wide", "--plot", trace.parent / "a.svg"]
     done = subprocess.run([sys.executable, "-c", program, *map(str, args)], capture_output=True, text=True)

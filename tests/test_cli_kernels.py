@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from moec.artifact import load
 from moec.artifact_files import canonical_json, read_artifact, write_artifact
-from moec.cli import app
+from moec.cli.app import app
 from moec.diagnostics import MoecError
-from moec.explain_kernels import check_has_kernels, kernels_text, totals
+from moec.explain.kernels import check_has_kernels, kernels_text, totals
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "specs" / "errors"

@@ -16,8 +16,8 @@ from moec.mesh import Mesh
 from moec.placement import balanced, span
 from moec.runtime import collectives, messages
 from moec.runtime.groups import Group, make_groups
-from moec.runtime.launch import Main, run_ranks
-from moec.runtime.launch_rank import Rank
+from moec.runtime.launch.job import Main, run_ranks
+from moec.runtime.launch.rank import Rank
 from moec.runtime.step import Piece, Step, make_step
 
 

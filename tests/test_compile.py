@@ -16,8 +16,8 @@ from moec.artifact import load
 from moec.artifact_files import MANIFEST, read_artifact, write_artifact
 from moec.compiler import PHASES, compile, pipeline
 from moec.diagnostics import CompileError, MoecError
-from moec.explain import explain_plan
-from moec.ir_text import print_program
+from moec.explain.page import explain_plan
+from moec.ir.text import print_program
 from moec.passes import PASSES
 from moec.specs import read
 

@@ -11,9 +11,9 @@ from moec.codegen.targets import TARGETS
 from moec.compiler import checked_plan, compile_phase
 from moec.compiler_kernels import GEMMS, MOVING
 from moec.compiler_uses import Load, device_of, uses
-from moec.cost_routing import RoutingTrace
-from moec.ir import Program
-from moec.ops import OPS
+from moec.ir.ops.table import OPS
+from moec.ir.program import Program
+from moec.routing import RoutingTrace
 
 MODEL = """
 model small {

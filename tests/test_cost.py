@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from moec.checked import Plan
-from moec.cost import NodeCost, node_costs, of_operation
-from moec.cost_routing import RoutingTrace
-from moec.cost_sizes import sizes_of
-from moec.ir import Program
+from moec.cost.operations import NodeCost, node_costs, of_operation
+from moec.cost.sizes import sizes_of
+from moec.ir.program import Program
 from moec.passes import PASSES
 from moec.passes.plan_overlap import PlanOverlap
 from moec.passes.runner import run_passes
+from moec.routing import RoutingTrace
 from moec.topology import Cluster, Device, Link
 from tests.programs import HIDDEN, gqa, mla, moe, plan, program_of
 

@@ -16,17 +16,17 @@ import pytest
 
 from moec.checked import Plan
 from moec.compiler import compile, compile_phase
-from moec.cost import node_costs, of_operation
-from moec.cost_exchange import CANDIDATES, MOST_TOKENS, OPERATIONS, TIE, Comparison
+from moec.cost.exchange import CANDIDATES, MOST_TOKENS, OPERATIONS, TIE, Comparison
+from moec.cost.operations import node_costs, of_operation
 from moec.diagnostics import CompileError, SourceFile
-from moec.explain import explain_plan
-from moec.explain_exchange import exchange_lines
-from moec.ir import Program
+from moec.explain.exchange import exchange_lines
+from moec.explain.page import explain_plan
+from moec.ir.program import Program
 from moec.passes import PASSES
 from moec.passes.choose_exchange import ChooseExchange
 from moec.passes.runner import run_passes
-from moec.plan_exchange import table
-from moec.semantics import check
+from moec.plan.exchange import table
+from moec.semantics.checker import check
 from moec.topology import Cluster, Device, Link
 from tests.conftest import ROOT
 from tests.programs import few, moe, plan, program_of

@@ -9,10 +9,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from moec.cost_flow import CLASSES, Flow, Route, active_experts, hop, pairs, served_pairs, whole
-from moec.cost_routing import RandomRouting, Routing, TracedRouting
+from moec.cost.flow import CLASSES, Flow, Route, active_experts, hop, pairs, served_pairs, whole
 from moec.mesh import Mesh
 from moec.placement import Placement, linear, round_robin
+from moec.routing import RandomRouting, Routing, TracedRouting
 from moec.topology import Cluster
 
 MESHES = {

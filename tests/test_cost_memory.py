@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from moec.cost_memory import memory_by_rank, most_memory
-from moec.cost_sizes import bounds
-from moec.ir import Body, Program
-from moec.ir_eval import Reference, Sequence
+from moec.cost.memory import memory_by_rank, most_memory
+from moec.cost.sizes import bounds
+from moec.ir.evaluator.program import Reference, Sequence
+from moec.ir.program import Body, Program
 from tests.exchange_programs import MESHES, exchange_plan, exchanged
 from tests.programs import LOWERINGS, VOCAB, program_of, weights_of
 

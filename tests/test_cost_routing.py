@@ -10,10 +10,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from moec.cost_flow import CLASSES, Route, hop
-from moec.cost_routing import RandomRouting, RoutingTrace, expected_destinations
+from moec.cost.flow import CLASSES, Route, hop
 from moec.mesh import Mesh
 from moec.placement import linear
+from moec.routing import RandomRouting, RoutingTrace, expected_destinations
 from moec.topology import Cluster
 
 

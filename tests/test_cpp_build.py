@@ -13,11 +13,12 @@ from moec.codegen.cpp import Norm, collect, render_cpp
 from moec.codegen.targets import Dtype
 from moec.compiler import compile
 from moec.diagnostics import MoecError
-from moec.importer import import_model
-from moec.ir import op_of
-from moec.runtime import cpp_build, kernels_cpp, kernels_torch_moe
+from moec.importer.folder import import_model
+from moec.ir.program import op_of
+from moec.runtime import cpp_build
 from moec.runtime.cpp_library import Library, notes
-from moec.runtime.kernels import kernels_for
+from moec.runtime.kernels import cpp_products, torch_moe
+from moec.runtime.kernels.table import kernels_for
 from tests import checkpoints
 from tests.cached import run_cached, same_bits
 from tests.commands import Done, moec
@@ -53,7 +54,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def norm(text: str) -> list[float]:
     """The norm of a row by the library of a text."""
     kernel = Library(text)
-    return kernels_cpp.rms_norm(kernel, None, torch.tensor([[3.0, 3.0, 3.0]]), torch.ones(3), eps=0.0)[0].tolist()
+    return cpp_products.rms_norm(kernel, None, torch.tensor([[3.0, 3.0, 3.0]]), torch.ones(3), eps=0.0)[0].tolist()
 
 
 @pytest.mark.usefixtures("compiler")
@@ -221,7 +222,7 @@ def test_other_devices_keep_torch_kernels_and_a_note_says_so(root: Path, tmp_pat
     programs = compile_checkpoint(folder, tmp_path, None, "flat", "cpp").programs
     assert notes(programs, "cuda") == ["C++ kernels are for the CPU"]
     kernels = kernels_for(programs[0], "cuda")
-    assert kernels.cpp.route is kernels_torch_moe.route
+    assert kernels.cpp.route is torch_moe.route
 
 
 def test_the_artifact_has_the_text_for_reading(root: Path, tmp_path: Path) -> None:

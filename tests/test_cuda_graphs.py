@@ -18,13 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moec.checked import Plan
 from moec.compiler import pipeline
-from moec.ir import Program
+from moec.ir.program import Program
 from moec.passes.runner import run_passes
-from moec.runtime import capturable, kernels_triton
+from moec.runtime import capturable
 from moec.runtime.cuda_graphs import Bucket, Capture, Graphs, bucket_of
 from moec.runtime.generate import Request, Result, generate
-from moec.runtime.launch import run_ranks
-from moec.runtime.launch_rank import Rank
+from moec.runtime.kernels import triton_products
+from moec.runtime.launch.job import run_ranks
+from moec.runtime.launch.rank import Rank
 from moec.runtime.session import Session, open_session
 from moec.runtime.step import Extent, Piece, make_step
 from tests import checkpoints
@@ -254,7 +255,7 @@ def watching(run: Callable[[], Tensor]) -> tuple[Replayed, Tensor]:
     def tolist(tensor: Tensor) -> list[object]:
         reader = sys._getframe(1).f_globals["__name__"]
         # What the interpreter reads is no read of the host's, nor what kernels check on the CPU alone.
-        assert reader.startswith(("triton", "numpy")) or reader == kernels_triton.__name__, f"{reader} reads"
+        assert reader.startswith(("triton", "numpy")) or reader == triton_products.__name__, f"{reader} reads"
         return read(tensor)
 
     with NoReading(), pytest.MonkeyPatch.context() as patch:

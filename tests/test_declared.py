@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from moec.checkpoint_json import parse_json
+from moec.checkpoint.json import parse_json
 from moec.compiler import compile
 from moec.declared import declared
 from moec.diagnostics import MoecError, SourceFile
-from moec.importer import import_model
-from moec.importer_match import check_declared, differences
+from moec.importer.folder import import_model
+from moec.importer.match import check_declared, differences
 from moec.runtime.session import check_weights
-from moec.semantics import check
+from moec.semantics.checker import check
 from tests.small_configs import CONFIGS, model_of
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny"

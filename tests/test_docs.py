@@ -15,12 +15,12 @@ import pytest
 from torch import fx
 from typer.main import get_command
 
-from moec.cli import app
+from moec.cli.app import app
 from moec.compiler import checked_plan, compile_phase
 from moec.diagnostics import CompileError
-from moec.ir import Program, is_op, op_of
-from moec.ir_text import print_program
-from moec.ir_verifier import verify
+from moec.ir.program import Program, is_op, op_of
+from moec.ir.text import print_program
+from moec.ir.verifier.program import verify
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("moec", "grammar", "passes", "codegen", "specs")

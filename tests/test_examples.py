@@ -13,11 +13,11 @@ import pytest
 
 from moec.compiler import compile
 from moec.diagnostics import SourceFile
-from moec.explain import explain_plan
+from moec.explain.page import explain_plan
 from moec.grammar.ast import Plan
 from moec.grammar.formatter import format_text
 from moec.grammar.parser import parse
-from moec.importer import import_model
+from moec.importer.folder import import_model
 from moec.specs import read, shipped
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moec.ir import op_of
+from moec.ir.program import op_of
 from tests.exchange_programs import exchange_plan, exchanged
 
 NODE, LOCAL, EP = "links.node", "links.local", "experts.ep"

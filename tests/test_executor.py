@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moec.checked import Gqa, MeshSpec, Mla, Plan, Swiglu
 from moec.diagnostics import MoecError
-from moec.ir import Program, full_name, op_of
-from moec.ir_eval import Reference, Sequence
+from moec.ir.evaluator.program import Reference, Sequence
+from moec.ir.program import Program, full_name, op_of
 from moec.passes.plan_overlap import PlanOverlap
 from moec.runtime.executor import Executor, local_shape
 from moec.runtime.kv import allocate_kv

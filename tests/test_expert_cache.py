@@ -12,7 +12,7 @@ import pytest
 
 from moec.artifact import Artifact
 from moec.cache.trace import write_trace
-from moec.ir import op_of
+from moec.ir.program import op_of
 from tests import checkpoints
 from tests.cached import Run, compile_cached, run_cached, same_bits
 from tests.parity import Outcome, compile_checkpoint, run

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from moec.diagnostics import MoecError
-from moec.runtime.expert_file import PAGE, Contents, ExpertFile, FileFault, Key, LayerBlobs
-from moec.runtime.expert_fill import open_expert_file
+from moec.runtime.experts.file import PAGE, Contents, ExpertFile, FileFault, Key, LayerBlobs
+from moec.runtime.experts.fill import open_expert_file
 from tests.expert_blobs import CONTENTS, FULL, Checkpoint, Notes, blob, failing, flip
 
 
@@ -56,7 +56,7 @@ def test_a_file_is_written_once(tmp_path: Path) -> None:
 
 
 def test_a_large_expert_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moec.runtime.expert_file.PIECE_BYTES", 8192)
+    monkeypatch.setattr("moec.runtime.experts.file.PIECE_BYTES", 8192)
     file, _, _ = opened(tmp_path)
     into, reached = read(file, (1, 1))
     assert (len(into), reached) == (19200, [8192, 16384])

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from moec.diagnostics import Diagnostic, MoecError
-from moec.runtime.expert_file import Contents, Key, LayerBlobs
-from moec.runtime.expert_pace import Rate
-from moec.runtime.expert_tiers import HostTier, NvmeTier, Tier, open_nvme, print_note
+from moec.runtime.experts.file import Contents, Key, LayerBlobs
+from moec.runtime.experts.pace import Rate
+from moec.runtime.experts.tiers import HostTier, NvmeTier, Tier, open_nvme, print_note
 from tests.expert_blobs import CONTENTS, Checkpoint, Notes, blob, failing, flip
 
 PAGES = Path(__file__).resolve().parent.parent / "specs" / "errors"
@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_host_memory_holds_the_experts_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moec.runtime.expert_tiers.PIECE_BYTES", 7000)
+    monkeypatch.setattr("moec.runtime.experts.tiers.PIECE_BYTES", 7000)
     checkpoint, told = Checkpoint(), list[tuple[int, int]]()
     tier = HostTier(CONTENTS, [(1, 2), (0, 5)], checkpoint, progress=lambda done, total: told.append((done, total)))
     assert checkpoint.asked == [(1, 2), (0, 5)]

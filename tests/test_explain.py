@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moec.cli import app
-from moec.explain_exchange import _best_by
+from moec.cli.app import app
+from moec.explain.exchange import _best_by
 from tests.conftest import ROOT
 
 EXAMPLE = ROOT / "examples" / "tiny"

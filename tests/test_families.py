@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from moec.checked import Gqa
-from moec.checkpoint_family import family_names, load_family, parse_family
+from moec.checkpoint.family import family_names, load_family, parse_family
 from moec.diagnostics import MoecError
-from moec.importer import import_config
+from moec.importer.folder import import_config
 from moec.parameters import logical_parameters
 from tests import micro_checkpoint as micro
 from tests.small_configs import DEEPSEEK, QWEN, model_of
@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_multi_token_prediction_layers_are_left_out(tmp_path: Path) -> None:
-    from moec.checkpoint import open_checkpoint
-    from moec.checkpoint_map import resolve
+    from moec.checkpoint.folder import open_checkpoint
+    from moec.checkpoint.map import resolve
 
     family = load_family("deepseek_v3")
     config = DEEPSEEK | {"num_nextn_predict_layers": 1}

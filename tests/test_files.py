@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moec.cli import app
+from moec.cli.app import app
 from moec.diagnostics import MoecError
 from moec.files import check_place, write_whole
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from moec.checked import Plan
-from moec.cost_gather import is_gathering_better
-from moec.cost_sizes import sizes_of
+from moec.cost.gather import is_gathering_better
+from moec.cost.sizes import sizes_of
 from moec.diagnostics import CompileError
-from moec.ir import Program, op_of
-from moec.ir_proof import prove
-from moec.ir_verifier import verify
+from moec.ir.program import Program, op_of
+from moec.ir.proof.program import prove
+from moec.ir.verifier.program import verify
 from moec.passes.fuse_experts import FuseExperts
 from moec.topology import Cluster, Device
 from tests.programs import compiled, edited, evaluate, few, moe, plan, random_plan, random_steps, weights_of

@@ -13,14 +13,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
 from moec.diagnostics import MoecError
-from moec.ir import Body, Program, Run, State
+from moec.ir.program import Body, Program, Run, State
 from moec.layout import Layout, Shard
 from moec.mesh import Mesh
 from moec.runtime.generate import Model, Place, Request, Result, collect_logits, generate
 from moec.runtime.groups import make_groups
 from moec.runtime.kv import allocate_kv
-from moec.runtime.launch import run_ranks
-from moec.runtime.launch_rank import Rank
+from moec.runtime.launch.job import run_ranks
+from moec.runtime.launch.rank import Rank
 from moec.runtime.sampling import Sampling, draw, next_tokens
 from moec.runtime.schedule import Chunk, Limits, make_schedule
 from moec.runtime.step import Piece, Step, make_step

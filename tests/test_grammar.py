@@ -19,7 +19,7 @@ from moec.grammar import ast
 from moec.grammar.expected import phrases
 from moec.grammar.parser import node_classes, parse, parse_override, read_source
 from moec.grammar.tokens import MAX_BYTES, language, reserved_words, tokenise
-from moec.semantics import check
+from moec.semantics.checker import check
 
 GOLDEN = Path(__file__).parent / "golden"
 DESIGN = (GOLDEN / "parse" / "design-example.txt").read_text().partition("----\n")[0]

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from moec.checkpoint_family import family_names, family_of, load_family
-from moec.checkpoint_json import parse_json
-from moec.checkpoint_map import open_sources
+from moec.checkpoint.family import family_names, family_of, load_family
+from moec.checkpoint.json import parse_json
+from moec.checkpoint.map import open_sources
 from moec.diagnostics import MoecError, SourceFile
 from moec.grammar.formatter import format_text
-from moec.importer import import_config, import_model, model_name
-from moec.importer_mesh import Degrees, parse_cluster, parse_mesh
-from moec.importer_text import layer_ranges, number
+from moec.importer.folder import import_config, import_model, model_name
+from moec.importer.mesh import Degrees, parse_cluster, parse_mesh
+from moec.importer.text import layer_ranges, number
 from moec.parameters import count, logical_parameters
-from moec.semantics import check
+from moec.semantics.checker import check
 from tests import micro_checkpoint as micro
 from tests.small_configs import DEEPSEEK, model_of, plain, refusal
 
@@ -153,9 +153,8 @@ def test_the_dtype_is_the_configs_or_the_weights(tmp_path: Path) -> None:
 
 def test_import_does_not_load_torch(tmp_path: Path) -> None:
     folder = micro.write(tmp_path)
-    code = (
-        "import sys; from pathlib import Path; from moec.importer import import_model; import_model(Path(sys.argv[1]))"
-    )
+    code = "import sys; from pathlib import Path; from moec.importer.folder import import_model"
+    code += "; import_model(Path(sys.argv[1]))"
     code += "; sys.exit(any(name.partition('.')[0] in ('torch', 'numpy', 'transformers') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code, str(folder)], check=False).returncode == 0
 

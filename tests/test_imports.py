@@ -13,9 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"grammar": "moec.grammar", "passes": "moec.passes", "codegen": "moec.codegen", "specs": "moec.specs"}
 
-#: Layer -> layers that it may import. A layer is a subpackage, or the modules of moec/ that share a first word:
-#: `ir` is ir.py, ir_text.py and ir_verifier.py; the operation table (ops) is part of the IR. A name with an entry of
-#: its own is a layer of its own: plan_overlap is what a pass asks, the rest of plan is made from programs that passed.
+#: Layer -> layers that it may import. A layer is a subpackage with what lies in it, or the modules of moec/ that share
+#: a first word: `compiler` is compiler.py and compiler_uses.py. A module with an entry of its own is a layer too:
+#: `plan.overlap` is what a pass asks, the rest of plan is made from programs that passed.
 ALLOWED: dict[str, set[str]] = {
     "diagnostics": set(),
     "files": {"diagnostics"},
@@ -34,25 +34,25 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": {"specs", "diagnostics"},
     "importer": {"checkpoint", "checked", "declared", "parameters", "specs", "diagnostics"},
     "layout": {"mesh"},
-    "cost_routing": set(),  # which a Program carries while it is compiled
-    "ir": {"cache", "cost_routing", "layout", "mesh", "placement", "topology", "diagnostics"},
+    "routing": set(),  # which a Program carries while it is compiled
+    "ir": {"cache", "routing", "layout", "mesh", "placement", "topology", "diagnostics"},
     "cache_sizes": {"cache", "ir", "diagnostics"},  # what a Program's cache is like: slots, bytes, tiers
     "schedule": {"ir"},
-    "cost": {"cache", "cache_sizes", "cost_routing", "ir", "layout", "mesh", "placement", "topology", "diagnostics"},
+    "cost": {"cache", "cache_sizes", "routing", "ir", "layout", "mesh", "placement", "topology", "diagnostics"},
     "lowering": {"checked", "ir", "mesh", "topology", "placement", "diagnostics"},
-    "plan_overlap": {"cost", "ir", "schedule"},
-    "plan_trace": {"cache", "checked", "cost_routing", "diagnostics"},
-    "plan_prefetch": {"cache_sizes", "cost", "ir", "schedule"},
-    "plan_timeline": {"cost", "ir", "schedule"},
+    "plan.overlap": {"cost", "ir", "schedule"},
+    "plan.trace": {"cache", "checked", "routing", "diagnostics"},
+    "plan.prefetch": {"cache_sizes", "cost", "ir", "schedule"},
+    "plan.timeline": {"cost", "ir", "schedule"},
     "passes": {
-        "cache", "cache_sizes", "ir", "layout", "mesh", "placement", "cost", "schedule", "plan_overlap",
-        "plan_prefetch", "topology", "diagnostics",
+        "cache", "cache_sizes", "ir", "layout", "mesh", "placement", "cost", "schedule", "plan.overlap",
+        "plan.prefetch", "topology", "diagnostics",
     },
     "codegen": {"files", "ir", "layout", "diagnostics"},
     "artifact": {"ir", "diagnostics"},
     "plan": {
-        "cache", "cache_sizes", "checked", "checkpoint", "cost", "cost_routing", "declared", "ir", "parameters",
-        "plan_prefetch", "plan_trace", "schedule", "diagnostics",
+        "cache", "cache_sizes", "checked", "checkpoint", "cost", "routing", "declared", "ir", "parameters",
+        "plan.prefetch", "plan.trace", "schedule", "diagnostics",
     },
     "explain": {"cache", "specs", "diagnostics"},
     "runtime": {
@@ -62,18 +62,18 @@ ALLOWED: dict[str, set[str]] = {
     },
     "compiler": {
         "grammar", "semantics", "lowering", "passes", "artifact", "codegen", "checked", "checkpoint", "cost",
-        "cost_routing", "ir", "plan", "plan_trace", "weights", "diagnostics",
+        "routing", "ir", "plan", "plan.trace", "weights", "diagnostics",
     },
     "cli": {
         "cache", "compiler", "importer", "runtime", "explain", "artifact", "grammar", "semantics", "passes", "checked",
-        "ir", "weights", "mesh", "calibrate", "files", "parameters", "placement", "plan_timeline", "plan_trace",
+        "ir", "weights", "mesh", "calibrate", "files", "parameters", "placement", "plan.timeline", "plan.trace",
         "topology", "diagnostics",
     },
     "api": {"artifact", "cache", "runtime", "weights", "diagnostics"},
     "package": {"api", "compiler"},
     "main": {"cli"},
 }  # fmt: skip
-SAME_LAYER = {"ops": "ir", "__main__": "main", "": "package"}
+SAME_LAYER = {"__main__": "main", "": "package"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -85,9 +85,9 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 def layer(module: str) -> str:
-    parts = module.split(".")[1:] or [""]
-    first = parts[0]
-    return SAME_LAYER.get(first) or (first if first in ALLOWED else first.split("_")[0].replace("ops", "ir"))
+    first, _, rest = module.partition(".")[2].partition(".")
+    own = f"{first}.{rest}"
+    return own if own in ALLOWED else SAME_LAYER.get(first) or (first if first in ALLOWED else first.split("_")[0])
 
 
 def imported(tree: ast.Module, known: set[str]) -> Iterator[str]:
@@ -143,12 +143,12 @@ def test_semantics_takes_only_the_tree_from_the_grammar() -> None:
 
 #: What `check`, `fmt`, `explain`, `import` and `--help` load.
 QUICK = [
-    "moec.cli",
-    "moec.semantics",
+    "moec.cli.app",
+    "moec.semantics.checker",
     "moec.grammar.formatter",
-    "moec.importer",
-    "moec.explain",
-    "moec.explain_kernels",
+    "moec.importer.folder",
+    "moec.explain.page",
+    "moec.explain.kernels",
     "moec.artifact_files",
 ]
 

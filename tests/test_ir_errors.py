@@ -9,11 +9,11 @@ import pytest
 
 from moec.compiler import compile_phase
 from moec.diagnostics import MoecError, SourceFile
-from moec.ir_parse import parse
-from moec.ir_verifier import verify
+from moec.ir.parse import parse
+from moec.ir.verifier.program import verify
 from moec.passes import PASSES, parse_pass
 from moec.passes.runner import run_passes
-from moec.semantics import check
+from moec.semantics.checker import check
 from tests.conftest import ROOT
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moec import ir_eval_local
 from moec.diagnostics import CompileError
-from moec.ir import Type, type_of
-from moec.ir_eval import Sequence
+from moec.ir.evaluator import local as ir_eval_local
+from moec.ir.evaluator.program import Sequence
+from moec.ir.program import Type, type_of
 from tests.planted import BASES, layer, ops
 from tests.programs import STEPS, compiled, evaluate, mla, moe, plan, program_of, weights_of
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from moec.diagnostics import CompileError
-from moec.ir import Program
-from moec.ir_proof import Execution, prove
-from moec.ir_proof_local import LOCAL
-from moec.ir_proof_order import Event, events, prove_order
-from moec.ir_proof_rank import Here
-from moec.ir_proof_rows import Column, Fault, Ids, Message, Row
-from moec.ir_proof_tables import Tables
-from moec.ir_verifier import verify
+from moec.ir.program import Program
+from moec.ir.proof.local import LOCAL
+from moec.ir.proof.order import Event, events, prove_order
+from moec.ir.proof.program import Execution, prove
+from moec.ir.proof.rank import Here
+from moec.ir.proof.rows import Column, Fault, Ids, Message, Row
+from moec.ir.proof.tables import Tables
+from moec.ir.verifier.program import verify
 from moec.placement import linear
 from tests import exchange_faults  # noqa: F401  (importing it fills FAULTS)
 from tests.exchange_fault_tools import BASES, FAULTS, Planted, base_program, layer, tidy

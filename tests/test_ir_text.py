@@ -8,10 +8,10 @@ import re
 import pytest
 
 from moec.diagnostics import CompileError, MoecError
-from moec.ir import Cache, Loc, Program, Tier, Type
-from moec.ir_parse import parse, read_type
-from moec.ir_text import print_program
-from moec.ir_verifier import verify
+from moec.ir.parse import parse, read_type
+from moec.ir.program import Cache, Loc, Program, Tier, Type
+from moec.ir.text import print_program
+from moec.ir.verifier.program import verify
 from moec.topology import Cluster, Device, Link
 from tests.planted import BASES
 from tests.programs import compiled, edited, moe, plan, program_of

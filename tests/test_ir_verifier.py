@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moec.diagnostics import CompileError
-from moec.ir import type_of
-from moec.ir_verifier import verify
+from moec.ir.program import type_of
+from moec.ir.verifier.program import verify
 from tests.planted import BASES, MISTAKES, UNSEEN, Mistake, layer, ops, tidy
 from tests.programs import STEPS, compiled, evaluate, plan, program_of, weights_of
 

@@ -13,7 +13,7 @@ from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, specia
 from moec.codegen.kernel_choice import Chosen, Product, read_choices, with_choice, write_choice
 from moec.codegen.targets import TARGETS, Dtype
 from moec.codegen.tiles import Form
-from moec.runtime import kernels_triton
+from moec.runtime.kernels import triton_products as kernels_triton
 from tests.contexts import context
 
 

@@ -12,13 +12,13 @@ import torch
 from moec.checked import Swiglu
 from moec.codegen.phase import render_phase
 from moec.diagnostics import MoecError
-from moec.ir import Run
+from moec.ir.program import Run
 from moec.placement import linear
-from moec.runtime import kernels_torch_exchange as x
-from moec.runtime import kernels_torch_moe as k
-from moec.runtime import kernels_torch_pairs as pairing
 from moec.runtime.executor import collect_weights
-from moec.runtime.kernels import kernels_for
+from moec.runtime.kernels import torch_exchange as x
+from moec.runtime.kernels import torch_moe as k
+from moec.runtime.kernels import torch_pairs as pairing
+from moec.runtime.kernels.table import kernels_for
 from tests.contexts import context
 from tests.programs import SPAN, compiled, gqa, plan
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from moec.artifact import load
 from moec.checked import Plan
-from moec.cli import app
+from moec.cli.app import app
 from moec.codegen.devices import DEVICES
 from moec.codegen.expected_rows import even_rows, power_law_rows, random_rows
 from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, specialise
@@ -30,7 +30,7 @@ from moec.codegen.targets import TARGETS, Dtype, Target
 from moec.compiler import checked_plan, compile_phase
 from moec.compiler_kernels import GEMMS, MOVING, compile_gemm, wanted_gemm
 from moec.compiler_uses import Use, uses
-from moec.ir import Program
+from moec.ir.program import Program
 from moec.specs import read, shipped
 
 pytest.importorskip("triton")

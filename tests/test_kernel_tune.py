@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moec.cli import app
+from moec.cli.app import app
 from moec.codegen.devices import DEVICES
 from moec.codegen.expected_rows import Rows, even_rows
 from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, Store, specialise
@@ -23,7 +23,7 @@ from moec.codegen.machine_loops import MatrixLoop, MatrixOp
 from moec.codegen.offline import Report
 from moec.codegen.targets import TARGETS, Dtype
 from moec.diagnostics import MoecError, fail
-from moec.explain_kernels import kernels_text
+from moec.explain.kernels import kernels_text
 from moec.runtime.tune import measurer, prepare
 
 ROOT = Path(__file__).resolve().parent.parent

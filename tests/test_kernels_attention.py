@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from moec.placement import span
-from moec.runtime import kernels_torch_attention
 from moec.runtime.context import Context
-from moec.runtime.kernels_torch_attention import attention, mla_attention
+from moec.runtime.kernels import torch_attention
+from moec.runtime.kernels.torch_attention import attention, mla_attention
 from moec.runtime.step import Piece
 from tests.contexts import context
 
@@ -27,7 +27,7 @@ Attend = Callable[[Context, dict[int, slice], tuple[int, int]], Tensor]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels_torch_attention, "QUERY_ROWS", 8)
+    monkeypatch.setattr(torch_attention, "QUERY_ROWS", 8)
 
 
 def naive(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:

@@ -30,17 +30,10 @@ from moec.codegen.targets import Dtype
 from moec.diagnostics import MoecError
 from moec.placement import linear as even
 from moec.placement import span
-from moec.runtime import (
-    kernels_cpp,
-    kernels_torch,
-    kernels_torch_attention,
-    kernels_torch_moe,
-    kernels_torch_pairs,
-    kernels_torch_rope,
-)
 from moec.runtime.context import Context
 from moec.runtime.cpp_build import find_compiler
 from moec.runtime.cpp_library import Library
+from moec.runtime.kernels import cpp_products, torch_attention, torch_dense, torch_moe, torch_pairs, torch_rope
 from moec.runtime.step import Piece
 from tests.contexts import context, poisoned_memory
 
@@ -85,7 +78,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.dtype],
     def of(dtype: torch.dtype) -> SimpleNamespace:
         if dtype not in made:
             text = render_cpp(collect(DTYPES[dtype], _shapes()))  # type: ignore[arg-type]
-            made[dtype] = SimpleNamespace(**kernels_cpp.bind(Library(text)))
+            made[dtype] = SimpleNamespace(**cpp_products.bind(Library(text)))
         return made[dtype]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -196,7 +189,7 @@ def test_norms_rotary_embedding_and_router(
     k = kernels(dtype)
     for width in (50, 1025):
         x, w = draw(rows, width, dtype=dtype), draw(width, dtype=dtype, seed=2)
-        close(k.rms_norm(context(), x, w, eps=1e-6), kernels_torch.rms_norm(context(), x, w, eps=1e-6), dtype)
+        close(k.rms_norm(context(), x, w, eps=1e-6), torch_dense.rms_norm(context(), x, w, eps=1e-6), dtype)
     for width, experts in ((1025, 5), (50, 160)):
         x, w = draw(rows, width, dtype=dtype), draw(experts, width, dtype=dtype, seed=2) / 30
         torch.testing.assert_close(k.router_logits(context(), x, w), x.float() @ w.float().T, rtol=1e-5, atol=1e-5)
@@ -204,7 +197,7 @@ def test_norms_rotary_embedding_and_router(
         for pairs in ("halves", "interleaved"):
             x, ctx = draw(rows, 3, dim, dtype=dtype), context([Piece([1], slot, 5 * slot) for slot in range(rows)])
             turn = {"theta": 1e4, "pairs": pairs, "yarn": None}
-            wanted = kernels_torch_rope.rope(ctx, x, ctx.positions, **turn)
+            wanted = torch_rope.rope(ctx, x, ctx.positions, **turn)
             close(k.rope(ctx, x, ctx.positions, **turn), wanted, dtype)
 
 
@@ -224,7 +217,7 @@ def test_attention_of_one_new_row_a_sequence(
     pieces = [Piece([1], slot, length) for slot, length in zip(slots, cached, strict=False)]
     q = draw(len(pieces), kv_heads * group, dim, dtype=dtype)
     key, value = (draw(len(pieces), kv_heads, dim, dtype=dtype, seed=s) for s in (2, 3))
-    for kernel in (kernels(dtype).attention, kernels_torch_attention.attention):
+    for kernel in (kernels(dtype).attention, torch_attention.attention):
         kv = {name: draw(4, 48, kv_heads, dim, dtype=dtype, seed=4) for name in ("k", "v")}
         for slot, length in zip(slots, cached, strict=False):
             kv["k"][slot, length:] = kv["v"][slot, length:] = float("nan")
@@ -288,7 +281,7 @@ def test_latent_attention_of_one_new_row_a_sequence(
     reference = "expanded" if dtype is torch.float32 else "absorbed"
     for kernel, form in (
         (kernels(dtype).mla_attention, "absorbed"),
-        (kernels_torch_attention.mla_attention, reference),
+        (torch_attention.mla_attention, reference),
     ):
         kv = {"latent": draw(4, 48, rank, dtype=dtype, seed=6), "rope": draw(4, 48, rope, dtype=dtype, seed=7)}
         for slot, length in zip(slots, cached, strict=False):
@@ -318,7 +311,7 @@ def test_routes(
     if bias is not None:
         bias[0], bias[-1] = -10.0, 12.0
     ids, weights = kernels(torch.float32).route(context(), logits, bias, **choice)
-    wanted_ids, wanted = kernels_torch_moe.route(context(), logits, bias, **choice)
+    wanted_ids, wanted = torch_moe.route(context(), logits, bias, **choice)
     assert torch.equal(ids, wanted_ids)
     torch.testing.assert_close(weights, wanted, rtol=1e-5, atol=1e-6)
 
@@ -344,10 +337,10 @@ def test_pairs_there_and_back(
     x, weights = draw(20, 50, dtype=dtype), draw(20, 3)
     with poisoned_memory():
         found = k.group_rows(ctx, x, ids, table="routed")
-        wanted = kernels_torch_pairs.group_rows(ctx, x, ids, table="routed")
+        wanted = torch_pairs.group_rows(ctx, x, ids, table="routed")
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
         back = k.reduce_rows(ctx, found[0], found[2], weights, table="routed")
-    close(back, kernels_torch_pairs.reduce_rows(ctx, found[0], found[2], weights, table="routed"), dtype)
+    close(back, torch_pairs.reduce_rows(ctx, found[0], found[2], weights, table="routed"), dtype)
     assert not back[4].any()
 
 

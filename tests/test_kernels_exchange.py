@@ -16,23 +16,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from moec import ir_eval_exchange as reference
 from moec.checked import Phase
 from moec.diagnostics import MoecError
-from moec.ir import op_of
-from moec.ir_eval import Reference
-from moec.ir_eval_local import Context as ReferenceContext
+from moec.ir.evaluator import exchange as reference
+from moec.ir.evaluator.local import Context as ReferenceContext
+from moec.ir.evaluator.program import Reference
+from moec.ir.program import op_of
 from moec.passes import PASSES
 from moec.passes.runner import run_passes
 from moec.placement import Placement, linear
-from moec.runtime import kernels_torch_exchange as x
-from moec.runtime import kernels_torch_pairs as pairing
 from moec.runtime.context import DROPPED, DTYPES, Context
 from moec.runtime.executor import Executor
 from moec.runtime.groups import make_groups
+from moec.runtime.kernels import torch_exchange as x
+from moec.runtime.kernels import torch_pairs as pairing
 from moec.runtime.kv import allocate_kv
-from moec.runtime.launch import run_ranks
-from moec.runtime.launch_rank import Rank
+from moec.runtime.launch.job import run_ranks
+from moec.runtime.launch.rank import Rank
 from moec.runtime.step import Piece, make_step
 from tests.contexts import context, poisoned_memory
 from tests.exchanges import EP, LOCAL, NODE, Way, constants, random_batches

@@ -7,7 +7,7 @@ import torch
 
 from moec.diagnostics import MoecError
 from moec.placement import Placement, linear, round_robin
-from moec.runtime import kernels_torch_moe as k
+from moec.runtime.kernels import torch_moe as k
 from tests.contexts import context, poisoned_memory
 from tests.exchanges import EXCHANGES, Batch, Exchange, constants, exact, gated, random_batches
 

@@ -11,7 +11,7 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from moec.diagnostics import MoecError
-from moec.runtime.kernels_torch_moe import route, router_logits, top_ids
+from moec.runtime.kernels.torch_moe import route, router_logits, top_ids
 from tests.contexts import context
 
 

@@ -11,8 +11,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding, apply_rotary_pos_emb
 
-from moec.runtime import kernels_torch as k
-from moec.runtime.kernels_torch_rope import frequencies, rope
+from moec.runtime.kernels import torch_dense as k
+from moec.runtime.kernels.torch_rope import frequencies, rope
 from tests.contexts import context
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

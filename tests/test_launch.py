@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 from moec.diagnostics import MoecError, fail
-from moec.runtime.launch import run_ranks
-from moec.runtime.launch_fault import Fault, parse_fault
-from moec.runtime.launch_process import port_holder
-from moec.runtime.launch_rank import Rank, choose_device, join_timeout, num_cores
-from moec.runtime.launch_report import PeerLost, is_peer_loss
-from moec.runtime.launch_seat import read_seat
-from moec.runtime.launch_signals import Stopped
-from moec.runtime.launch_status import SLOT_BYTES, Place, Status, read_slot
+from moec.runtime.launch.fault import Fault, parse_fault
+from moec.runtime.launch.job import run_ranks
+from moec.runtime.launch.process import port_holder
+from moec.runtime.launch.rank import Rank, choose_device, join_timeout, num_cores
+from moec.runtime.launch.report import PeerLost, is_peer_loss
+from moec.runtime.launch.seat import read_seat
+from moec.runtime.launch.signals import Stopped
+from moec.runtime.launch.status import SLOT_BYTES, Place, Status, read_slot
 from tests.commands import Command
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -286,7 +286,7 @@ import torch
 from moec.mesh import Mesh
 from moec.runtime import collectives
 from moec.runtime.groups import make_groups
-from moec.runtime.launch_torchrun import run_as_rank
+from moec.runtime.launch.torchrun import run_as_rank
 
 def work(start):
     rank = start(2, "ep=2", "cpu")

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from moec.cli import main
+from moec.cli.app import main
 from moec.diagnostics import MoecError
-from moec.runtime.launch_status import PARTS, SLOT_BYTES, WINDOW_STEPS, Place, Reading, Status, read_slot
+from moec.runtime.launch.status import PARTS, SLOT_BYTES, WINDOW_STEPS, Place, Reading, Status, read_slot
 from moec.runtime.watch import Limits, Process, Watch, look_at, read_limits
 from tests.commands import Command, Done, moec
 

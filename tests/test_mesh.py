@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from moec.diagnostics import CompileError
-from moec.ir_verifier import verify
+from moec.ir.verifier.program import verify
 from moec.mesh import VIEWS, Mesh
 from tests.programs import compiled, edited, moe, plan, program_of
 

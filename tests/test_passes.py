@@ -15,15 +15,15 @@ import pytest
 from torch import fx
 
 from moec.diagnostics import CompileError, SourceFile
-from moec.ir import Body, Loc, Param, Program, Run, Type
-from moec.ir_build import Builder, input_type
-from moec.ir_parse import parse
-from moec.ir_text import print_body, print_program
-from moec.ir_verifier import verify
+from moec.ir.build import Builder, input_type
+from moec.ir.parse import parse
+from moec.ir.program import Body, Loc, Param, Program, Run, Type
+from moec.ir.text import print_body, print_program
+from moec.ir.verifier.program import verify
 from moec.lowering import lower
 from moec.passes import PASSES, Pass, parse_pass
 from moec.passes.runner import run_passes
-from moec.semantics import check
+from moec.semantics.checker import check
 from tests.conftest import ROOT
 from tests.programs import moe, plan, program_of
 

@@ -11,9 +11,9 @@ import pytest
 from moec.checked import Swiglu
 from moec.codegen.phase import name_values, render_phase
 from moec.diagnostics import MoecError
-from moec.ir import Run, is_op, results_of
-from moec.ir_parse import parse
-from moec.ir_text import print_program
+from moec.ir.parse import parse
+from moec.ir.program import Run, is_op, results_of
+from moec.ir.text import print_program
 from tests.programs import SPAN, compiled, gqa, mla, moe, plan, random_plan
 
 GOLDEN = Path(__file__).parent / "golden" / "codegen" / "phase"

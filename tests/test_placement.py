@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moec import ir_eval, ir_eval_local
-from moec.ir import op_of
+from moec.ir.evaluator import local, program
+from moec.ir.program import op_of
 from moec.placement import STRATEGIES, Placement, balanced, linear, round_robin
 from tests.known_experts import sparse_sums
 from tests.programs import compiled, evaluate, moe, plan, program_of, random_steps, weights_of
@@ -73,14 +73,14 @@ TP = ({"tp": 2, "ep": 2}, {"tp": 4, "ep": 4}, {"tp": 2, "etp": 2}, {"dp": 2, "tp
 def count_rows(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """Rows that each rank's experts process from now on."""
     seen: Counter[int] = Counter()
-    plain = ir_eval.LOCAL["grouped_gate_up"]
+    plain = program.LOCAL["grouped_gate_up"]
 
-    def counting(ctx: ir_eval_local.Context, rows: Tensor, *rest: Any) -> Tensor:
+    def counting(ctx: local.Context, rows: Tensor, *rest: Any) -> Tensor:
         seen[ctx.rank] += len(rows)
         result: Tensor = plain(ctx, rows, *rest)
         return result
 
-    monkeypatch.setitem(ir_eval.LOCAL, "grouped_gate_up", counting)
+    monkeypatch.setitem(program.LOCAL, "grouped_gate_up", counting)
     return seen
 
 

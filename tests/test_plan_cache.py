@@ -18,16 +18,16 @@ from moec.cache.policies import POLICIES
 from moec.cache.residency import least_slots
 from moec.cache.simulate import policy_for, simulate
 from moec.cache_sizes import SLOT_ALIGNMENT, least_count
-from moec.cli import app
+from moec.cli.app import app
 from moec.compiler import compile
-from moec.cost_cache import PLACES, demanded, missed, place_of, precision, recall
-from moec.cost_sizes import sizes_of
+from moec.cost.cache import PLACES, demanded, missed, place_of, precision, recall
+from moec.cost.sizes import sizes_of
 from moec.diagnostics import CompileError, MoecError
-from moec.explain import explain_plan
-from moec.ir import op_of
+from moec.explain.page import explain_plan
+from moec.ir.program import op_of
 from moec.passes import PASSES, place_prefetch
 from moec.passes.runner import run_passes
-from moec.plan_prefetch import Option, Prefetch, pairs
+from moec.plan.prefetch import Option, Prefetch, pairs
 from tests.conftest import ROOT
 from tests.programs import compiled, few, moe, plan, program_of
 from tests.traces import random_ids, trace_of, written

@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from moec.cache.trace import Array, read_trace
-from moec.cli import app
+from moec.cli.app import app
 from moec.compiler import PHASES, checked_plan, compile, compile_phase, routing_of
-from moec.explain import explain_plan
+from moec.explain.page import explain_plan
 from tests.conftest import ROOT
 from tests.traces import random_ids, written
 

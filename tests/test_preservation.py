@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from moec.checked import Gqa, Mla, Moe, Swiglu
-from moec.cost_cache import PLACES, place_of
-from moec.ir import Program, op_of
-from moec.ir_parse import parse
-from moec.ir_proof import prove
-from moec.ir_text import print_program
+from moec.cost.cache import PLACES, place_of
+from moec.ir.parse import parse
+from moec.ir.program import Program, op_of
+from moec.ir.proof.program import prove
+from moec.ir.text import print_program
 from moec.passes import PASSES, Pass, place_prefetch
 from moec.passes.runner import run_passes
 from moec.passes.split_stages import SplitStages
-from moec.plan_prefetch import Option, Pair, Prefetch, pairs
+from moec.plan.prefetch import Option, Pair, Prefetch, pairs
 from tests.programs import (
     EXCHANGES,
     SPAN,

@@ -16,7 +16,7 @@ from moec.codegen.quantise_rows import QuantiseRows, render_quantise_rows, speci
 from moec.codegen.quantised import specialise_quantised
 from moec.codegen.targets import TARGETS, Dtype
 from moec.diagnostics import MoecError
-from moec.runtime import kernels_triton_quantised
+from moec.runtime.kernels import triton_quantised as kernels_triton_quantised
 from moec.runtime.quantise import (
     QuantisedRows,
     QuantisedWeights,

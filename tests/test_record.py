@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moec.cache.trace import Trace, read_trace
-from moec.cli import app
+from moec.cli.app import app
 from moec.compiler import compile
 from tests.commands import moec
 

@@ -153,7 +153,7 @@ def test_other_languages_are_not_parsed_as_python(template: Callable[[str], str]
     ],
 )
 def test_rendered_python_keeps_to_the_allowed_names(source: str, what: str) -> None:
-    check_python("import torch\nfrom moec.ir import Program\nimport triton.language as tl\n", "case")
+    check_python("import torch\nfrom moec.ir.program import Program\nimport triton.language as tl\n", "case")
     with pytest.raises(MoecError) as caught:
         check_python(f"x = 1\n{source}\n", "case")
     assert caught.value.diagnostics[0].code == "E0504"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import fx
 
-from moec.ir import Body, Loc, Program, op_of
-from moec.ir_build import Builder
+from moec.ir.build import Builder
+from moec.ir.program import Body, Loc, Program, op_of
 from moec.mesh import Mesh
 from moec.schedule import ISSUE_US, makespan, operations, reorder, simulate
 from moec.topology import Cluster

@@ -11,8 +11,8 @@ from moec.checked import Cache, Tier
 from moec.diagnostics import CompileError, SourceFile
 from moec.grammar.formatter import format_text
 from moec.grammar.parser import read_source
-from moec.semantics import check
-from moec.semantics_cache import CACHE_SETTINGS, EVICTS, PREFETCHES
+from moec.semantics.cache import CACHE_SETTINGS, EVICTS, PREFETCHES
+from moec.semantics.checker import check
 
 ROOT = Path(__file__).parent.parent
 MODEL = """model m {

@@ -6,7 +6,7 @@ import pytest
 
 from moec.checked import Plan
 from moec.diagnostics import CompileError, SourceFile
-from moec.semantics import check
+from moec.semantics.checker import check
 
 PROGRAM = """cluster c {{ devices = 1  {cluster} }}
 model m {{

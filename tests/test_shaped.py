@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moec.runtime.launch_rank import Rank
+from moec.runtime.launch.rank import Rank
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # as for a script there

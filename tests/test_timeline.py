@@ -12,18 +12,18 @@ import pytest
 
 from moec.artifact import Artifact, load
 from moec.cache_files import find_cache
-from moec.cli_timeline import predictions, write_timeline
+from moec.cli.timeline import predictions, write_timeline
 from moec.compiler import compile
-from moec.cost import body_costs
-from moec.cost_sizes import sizes_of
+from moec.cost.operations import body_costs
+from moec.cost.sizes import sizes_of
 from moec.diagnostics import MoecError
-from moec.ir import is_op, op_of, operands, results_of
+from moec.ir.ops.exchange import LEAVES, RETURNS, Hops
+from moec.ir.program import is_op, op_of, operands, results_of
 from moec.mesh import Mesh
-from moec.ops_exchange import LEAVES, RETURNS, Hops
-from moec.plan_timeline import predict_step
+from moec.plan.timeline import predict_step
 from moec.runtime.generate import Request, generate
-from moec.runtime.launch import run_ranks
-from moec.runtime.launch_rank import Rank
+from moec.runtime.launch.job import run_ranks
+from moec.runtime.launch.rank import Rank
 from moec.runtime.schedule import Limits, first_steps
 from moec.runtime.session import open_session
 from moec.runtime.timeline import (

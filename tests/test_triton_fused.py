@@ -17,10 +17,10 @@ from torch.testing import assert_close
 from moec.diagnostics import MoecError
 from moec.placement import linear
 from moec.runtime import device_flags
-from moec.runtime import kernels_torch_fused as by_torch
-from moec.runtime import kernels_triton_fused as by_triton
 from moec.runtime.context import Context
-from moec.runtime.kernels_triton_rows import reduce_rows
+from moec.runtime.kernels import torch_fused as by_torch
+from moec.runtime.kernels import triton_fused as by_triton
+from moec.runtime.kernels.triton_rows import reduce_rows
 from moec.runtime.step import Fixed
 from tests.contexts import context
 

@@ -18,8 +18,8 @@ from moec.codegen.kernel_module import load_kernel
 from moec.codegen.targets import TARGETS, Dtype
 from moec.codegen.tiles import Form, Tile, cut_rows
 from moec.diagnostics import MoecError
-from moec.runtime import kernels_triton
-from moec.runtime.kernels_triton import grouped_gate_up, grouped_linear
+from moec.runtime.kernels import triton_products as kernels_triton
+from moec.runtime.kernels.triton_products import grouped_gate_up, grouped_linear
 from tests.covering import covering
 from tests.grouped_gemms import TORCH, VARIANTS, assert_close, inputs, kernel, row_ends, run, wanted
 

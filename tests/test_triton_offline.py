@@ -20,7 +20,7 @@ from moec.codegen.renderer import Comment
 from moec.codegen.targets import TARGETS, Dtype, Target, find_target
 from moec.codegen.tiles import Form, Tile, default_blocking, descriptor_depth
 from moec.diagnostics import MoecError
-from moec.runtime.kernels_triton import grouped_gate_up
+from moec.runtime.kernels.triton_products import grouped_gate_up
 from tests.grouped_gemms import kernel
 
 pytest.importorskip("triton")

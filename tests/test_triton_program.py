@@ -16,7 +16,7 @@ from moec import api, compiler
 from moec.artifact import Artifact
 from moec.compiler_kernels import Kernels
 from moec.diagnostics import MoecError
-from moec.ir import op_of
+from moec.ir.program import op_of
 from tests import checkpoints
 from tests.commands import moec
 from tests.parity import Outcome, compile_checkpoint, run, worst

@@ -18,8 +18,8 @@ from moec.codegen.grouped_gemm import Projection, RowSource, Store, Weights
 from moec.codegen.quantised import QuantisedGemm, specialise_quantised
 from moec.codegen.targets import TARGETS, Dtype
 from moec.diagnostics import MoecError
-from moec.runtime import kernels_triton, kernels_triton_quantised
-from moec.runtime.kernels_triton_quantised import grouped_gate_up, grouped_linear, launch_quantised, quantise_rows
+from moec.runtime.kernels import triton_products, triton_quantised
+from moec.runtime.kernels.triton_quantised import grouped_gate_up, grouped_linear, launch_quantised, quantise_rows
 from moec.runtime.quantise import (
     GROUP,
     QuantisedRows,
@@ -206,7 +206,7 @@ def test_an_experts_products_by_the_table(format: Weights) -> None:
 
 def test_no_rows_and_no_experts_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """B36: a rank that received nothing still answers with the right shape."""
-    monkeypatch.setattr(kernels_triton_quantised, "launch_quantised", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr(triton_quantised, "launch_quantised", lambda *_: pytest.fail("launched"))
     weights = quantise_int8(torch.ones(8, 66, 16), 2)
     ends_M = torch.zeros(8, dtype=torch.int32)
     assert grouped_gate_up(torch.empty(0, 16, dtype=torch.half), ends_M, weights).shape == (0, 33)
@@ -221,7 +221,7 @@ def test_the_smaller_tile_of_a_small_device_is_reported_and_right(
 ) -> None:
     """B39: a pretended limit of 101,376 bytes gives fewer stages, said aloud, and the same numbers."""
     small = replace(TARGETS["cuda:90"], shared_limit=101_376)
-    monkeypatch.setattr(kernels_triton, "INTERPRETED_TARGET", small)
+    monkeypatch.setattr(triton_products, "INTERPRETED_TARGET", small)
     x_RK = torch.ones(129, 128, dtype=torch.bfloat16)
     weights = quantise_fp8_blocks(torch.ones(1, 16, 128))
     out = grouped_linear(quantise_rows(x_RK), torch.tensor([129], dtype=torch.int32), weights)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from moec.codegen import kernel_module
 from moec.codegen.kernel_route import Score, specialise_route
-from moec.runtime import kernels_torch_moe, kernels_triton_route
 from moec.runtime.context import Context
-from moec.runtime.kernels_triton_route import route
+from moec.runtime.kernels import torch_moe, triton_route
+from moec.runtime.kernels.triton_route import route
 from tests.contexts import context
 from tests.covering import covering
 
@@ -103,7 +103,7 @@ def test_groups_are_chosen_as_torch_chooses_them(shape: tuple[int, int, int, int
     for bias in (torch.randn(experts, generator=generator) - 5, None):
         options: dict[str, Any] = {"score": "sigmoid", "top": top, "groups": groups, "keep": keep, "scale": 2.5}
         ids, weights = choose(logits, bias, **options)
-        wanted = kernels_torch_moe.route(context(), logits, bias, renormalize=True, table="routed", **options)
+        wanted = torch_moe.route(context(), logits, bias, renormalize=True, table="routed", **options)
         assert torch.equal(ids, wanted[0])
         torch.testing.assert_close(weights, wanted[1], rtol=1e-5, atol=0)
 
@@ -196,8 +196,8 @@ def test_infinite_logits_that_leave_numbers() -> None:
 def test_b39_any_number_of_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rows launch nothing (B36); more rows than a grid's second axis holds are all served."""
     if not rows:
-        monkeypatch.setattr(kernels_triton_route, "launch_route", lambda *_: pytest.fail("launched"))
-    monkeypatch.setattr(kernels_triton_route, "INTERPRETED_ROWS", 2**14)
+        monkeypatch.setattr(triton_route, "launch_route", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr(triton_route, "INTERPRETED_ROWS", 2**14)
     ids, weights = choose(torch.arange(2.0).expand(rows, 2), top=1)
     assert ids.shape == weights.shape == (rows, 1)
     assert ids.eq(1).all() and weights.eq(1).all()
@@ -205,7 +205,7 @@ def test_b39_any_number_of_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_programs_serve_as_many_rows_as_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row a program from 128 experts on, more below; the text is the same that the interpreter runs with 64."""
-    monkeypatch.setattr(kernels_triton_route, "INTERPRETED_ROWS", 1)
+    monkeypatch.setattr(triton_route, "INTERPRETED_ROWS", 1)
     for experts, rows in ((160, 1), (8, 16)):
         values = specialise_route(
             experts, 2, Score.SOFTMAX, groups=1, keep=1, has_bias=False, renormalize=True, scale=1.0
@@ -221,10 +221,10 @@ def test_the_templates_own_combine_functions_do_what_the_interpreters_do(monkeyp
     options: dict[str, Any] = {"score": "softmax", "groups": 5, "keep": 3, "top": 3}
     fast = choose(logits, bias, **options)
     monkeypatch.setattr(kernel_module, "FAST_COMBINES", {})
-    kernels_triton_route._kernel.cache_clear()
+    triton_route._kernel.cache_clear()
     kernel_module.load_kernel.cache_clear()
     slow = choose(logits, bias, **options)
-    kernels_triton_route._kernel.cache_clear()
+    triton_route._kernel.cache_clear()
     kernel_module.load_kernel.cache_clear()
     assert torch.equal(fast[0], slow[0])
     torch.testing.assert_close(fast[1], slow[1])

@@ -9,16 +9,11 @@ import torch
 from torch import Tensor
 
 from moec.diagnostics import MoecError, fail
-from moec.runtime import (
-    device_flags,
-    kernels_torch_moe,
-    kernels_torch_pairs,
-    kernels_triton_route,
-    kernels_triton_rows,
-)
+from moec.runtime import device_flags
 from moec.runtime.context import Context
-from moec.runtime.kernels_triton_route import route
-from moec.runtime.kernels_triton_rows import combine, group_rows, invert_pairs, reduce_rows, sort_pairs, sum_rows
+from moec.runtime.kernels import torch_moe, torch_pairs, triton_route, triton_rows
+from moec.runtime.kernels.triton_route import route
+from moec.runtime.kernels.triton_rows import combine, group_rows, invert_pairs, reduce_rows, sort_pairs, sum_rows
 from tests.contexts import context
 
 pytest.importorskip("triton")
@@ -46,13 +41,13 @@ def test_a_bad_row_is_named_and_its_ids_are_experts(
         choose(logits, bias, groups=groups, keep=1)
     assert error.value.diagnostics[0].code == "E0506" and error.value.exit_code == 6
     with pytest.raises(MoecError) as torchs:
-        kernels_torch_moe.route(
+        torch_moe.route(
             context(), logits, bias, score="softmax", top=2, groups=groups, keep=1, renormalize=True, scale=1.0,
             table="routed",
         )  # fmt: skip
     assert str(error.value) == str(torchs.value) and "layer 3" in str(error.value) and "row 5" in str(error.value)
 
-    monkeypatch.setattr(kernels_triton_route, "is_deferred", lambda _: True)
+    monkeypatch.setattr(triton_route, "is_deferred", lambda _: True)
     ctx = context()
     ids, _ = choose(logits, bias, ctx, groups=groups, keep=1)
     assert ids.min() >= 0 and ids.max() < 4 and (ids[:, 0] != ids[:, 1]).all()
@@ -102,15 +97,15 @@ def test_an_id_that_is_no_expert_is_refused(wrong: int, pair: int, monkeypatch: 
     ids_Rk.view(-1)[[pair, 399]] = torch.tensor([wrong, 9])
     ctx = context()
     errors = []
-    for kernels in (kernels_triton_rows, kernels_torch_pairs):
+    for kernels in (triton_rows, torch_pairs):
         with pytest.raises(MoecError) as error:
             kernels.group_rows(ctx, torch.zeros(200, 4), ids_Rk, table="routed")
         errors.append(error.value)
     assert errors[0].diagnostics == errors[1].diagnostics
     assert errors[0].diagnostics[0].code == "E0507" and f"expert {wrong} " in str(errors[0])
 
-    monkeypatch.setattr(kernels_triton_rows, "is_deferred", lambda _: True)
-    monkeypatch.setattr(kernels_triton_rows, "INTERPRETED_ROWS", 1)
+    monkeypatch.setattr(triton_rows, "is_deferred", lambda _: True)
+    monkeypatch.setattr(triton_rows, "INTERPRETED_ROWS", 1)
     _, ends_M, _ = group_rows(ctx, torch.zeros(200, 4), ids_Rk, table="routed")
     assert ends_M.tolist() == [398] * 8
     with pytest.raises(MoecError, match=f"layer 3: the expert of pair {pair} of `routed`"):

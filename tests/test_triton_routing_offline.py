@@ -25,7 +25,7 @@ from moec.codegen.offline import Launch, Report, compile_kernel
 from moec.codegen.renderer import Comment
 from moec.codegen.targets import TARGETS, Dtype, Target
 from moec.diagnostics import MoecError
-from moec.runtime.kernels_triton_route import route
+from moec.runtime.kernels.triton_route import route
 from tests.contexts import context
 
 pytest.importorskip("triton")

@@ -13,9 +13,9 @@ from moec.codegen.kernel_rows import specialise_group
 from moec.codegen.targets import Dtype
 from moec.diagnostics import MoecError
 from moec.placement import Placement, linear
-from moec.runtime import kernels_torch_pairs, kernels_triton_rows
 from moec.runtime.device_flags import raise_faults
-from moec.runtime.kernels_triton_rows import (
+from moec.runtime.kernels import torch_pairs, triton_rows
+from moec.runtime.kernels.triton_rows import (
     group_rows,
     invert_pairs,
     reduce_rows,
@@ -56,8 +56,8 @@ def route_to(rows: int, experts: int, top: int, routing: str, generator: torch.G
 
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks and programs as a decode step has them."""
-    monkeypatch.setattr(kernels_triton_rows, "INTERPRETED_ROWS", 1)
-    monkeypatch.setattr(kernels_triton_rows, "INTERPRETED_SUMS", 4)
+    monkeypatch.setattr(triton_rows, "INTERPRETED_ROWS", 1)
+    monkeypatch.setattr(triton_rows, "INTERPRETED_SUMS", 4)
 
 
 @pytest.mark.parametrize(tuple(FACTORS), covering(FACTORS))
@@ -88,7 +88,7 @@ def test_interpreted_kernels_equal_torchs(
     with poisoned_memory():
         found = group_rows(ctx, x_RD, ids_Rk, table="routed")
         sums_RD = reduce_rows(ctx, found[0], found[2], weights_Rk, table="routed")
-    wanted = kernels_torch_pairs.group_rows(ctx, x_RD, ids_Rk, table="routed")
+    wanted = torch_pairs.group_rows(ctx, x_RD, ids_Rk, table="routed")
     for part, torchs in zip(found, wanted, strict=True):
         assert part.dtype == torchs.dtype and torch.equal(part, torchs)
     assert sums_RD.dtype == dtype
@@ -104,7 +104,7 @@ def test_any_number_of_choices_of_160_experts(choices: int, monkeypatch: pytest.
     ids_Rk = route_to(3, 160, choices, "spread", generator)
     x_RD, weights_Rk = torch.randn(3, 33, generator=generator), torch.rand(3, choices, generator=generator)
     rows_XD, ends_M, pairs_X = group_rows(ctx, x_RD, ids_Rk, table="routed")
-    wanted = kernels_torch_pairs.group_rows(ctx, x_RD, ids_Rk, table="routed")
+    wanted = torch_pairs.group_rows(ctx, x_RD, ids_Rk, table="routed")
     assert torch.equal(rows_XD, wanted[0]) and torch.equal(ends_M, wanted[1]) and torch.equal(pairs_X, wanted[2])
     assert_close(
         reduce_rows(ctx, rows_XD, pairs_X, weights_Rk, table="routed"), exact_sums(wanted[0], wanted[2], weights_Rk)
@@ -118,16 +118,16 @@ def test_few_pairs_are_sorted_in_one_launch(
 ) -> None:
     """Up to 256 pairs, with those that fill choices up to a power of two, for a step whose rows stay where they are."""
     launched = []
-    real = kernels_triton_rows._launcher
+    real = triton_rows._launcher
     spy = lambda render, values, name, tensor: launched.append(name) or real(render, values, name, tensor)  # noqa: E731
-    monkeypatch.setattr(kernels_triton_rows, "_launcher", spy)
+    monkeypatch.setattr(triton_rows, "_launcher", spy)
     ctx = context(placement=linear(experts, 1))
     ids_Rk = route_to(rows, experts, top, routing, torch.Generator().manual_seed(rows))
     x_RD = torch.zeros(rows, 4)
     with poisoned_memory():
         found = sort_pairs(ctx, x_RD, ids_Rk, table="routed", copies=False)
     assert launched == ["sort_pairs"]
-    _, ends_M, pairs_X = kernels_torch_pairs.group_rows(ctx, x_RD, ids_Rk, table="routed")
+    _, ends_M, pairs_X = torch_pairs.group_rows(ctx, x_RD, ids_Rk, table="routed")
     assert torch.equal(found.offsets, ends_M) and torch.equal(found.pairs[: len(pairs_X)], pairs_X)
     assert torch.equal(found.places, invert_pairs(pairs_X, (rows, top)))
 
@@ -154,11 +154,11 @@ def test_room_for_all_pairs_and_no_wait(rows: int, monkeypatch: pytest.MonkeyPat
     ids_Rk = route_to(rows, 8, 3, "repeated", torch.Generator().manual_seed(1))
     x_RD = torch.randn(rows, 20)
     weights_Rk = torch.rand(rows, 3)
-    wanted = kernels_torch_pairs.group_rows(ctx, x_RD, ids_Rk, table="routed")
+    wanted = torch_pairs.group_rows(ctx, x_RD, ids_Rk, table="routed")
     num_served = len(wanted[2])
     gathering = sort_pairs(ctx, x_RD, ids_Rk, table="routed", copies=False)
     assert gathering.rows is None
-    monkeypatch.setattr(kernels_triton_rows, "is_deferred", lambda _: True)
+    monkeypatch.setattr(triton_rows, "is_deferred", lambda _: True)
     rows_XD, ends_M, pairs_X = group_rows(ctx, x_RD, ids_Rk, table="routed")
     assert rows_XD.shape == (rows * 3, 20) and pairs_X.shape == (rows * 3,)
     assert torch.equal(rows_XD[:num_served], wanted[0]) and torch.equal(ends_M, wanted[1])
@@ -178,7 +178,7 @@ def test_rows_may_be_views_into_messages() -> None:
     message = torch.randn(9, 60)
     x_RD, weights_Rk = message[:, :50], message[:, 58:]
     found = sort_pairs(ctx, x_RD, ids_Rk, table="routed")
-    wanted = kernels_torch_pairs.group_rows(ctx, x_RD, ids_Rk, table="routed")
+    wanted = torch_pairs.group_rows(ctx, x_RD, ids_Rk, table="routed")
     assert found.rows is not None and torch.equal(found.rows, wanted[0])
     assert_close(sum_rows(found.rows, found.places, weights_Rk), exact_sums(wanted[0], wanted[2], weights_Rk))
     for same in (x_RD[:1].expand(9, 50), x_RD.T.contiguous().T):
@@ -245,7 +245,7 @@ def test_b29_a_repeated_expert_counts_twice() -> None:
 
 
 def test_b36_no_rows_and_no_experts_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels_triton_rows, "_launcher", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr(triton_rows, "_launcher", lambda *_: pytest.fail("launched"))
     ctx = context(placement=Placement(((0, 1), ())), rank=1)
     for ids_Rk in (torch.empty(0, 2, dtype=torch.int64), torch.tensor([[0, 1]])):
         rows_XD, ends_M, pairs_X = group_rows(ctx, torch.ones(len(ids_Rk), 16), ids_Rk, table="routed")

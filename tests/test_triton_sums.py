@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moec.runtime import kernels_torch_pairs
-from moec.runtime.kernels_triton_rows import combine, invert_pairs, reduce_rows, sum_rows
+from moec.runtime.kernels import torch_pairs as kernels_torch_pairs
+from moec.runtime.kernels.triton_rows import combine, invert_pairs, reduce_rows, sum_rows
 from tests.contexts import context
 from tests.routed_rows import TOLERANCE, assert_close, exact_sums
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moec.checkpoint import open_checkpoint, read_config
-from moec.checkpoint_family import family_of
-from moec.checkpoint_map import Sources, open_sources
+from moec.checkpoint.family import family_of
+from moec.checkpoint.folder import open_checkpoint, read_config
+from moec.checkpoint.map import Sources, open_sources
 from moec.diagnostics import MoecError, SourceFile
-from moec.importer import import_config, import_model
-from moec.ir import Body, Param, Program, Run
+from moec.importer.folder import import_config, import_model
+from moec.ir.program import Body, Param, Program, Run
 from moec.layout import Layout, Place, Placed, Replicate, Shard
 from moec.lowering import lower
 from moec.mesh import Mesh
@@ -35,7 +35,7 @@ from moec.passes.shard_experts import ShardExperts
 from moec.passes.split_tokens import SplitTokens
 from moec.placement import Placement, linear
 from moec.runtime import weights, weights_reader
-from moec.semantics import check
+from moec.semantics.checker import check
 from tests import checkpoints
 
 
@@ -310,7 +310,7 @@ SLICE_SCRIPT = """
 import sys
 import torch
 from pathlib import Path
-from moec.checkpoint_map import Block
+from moec.checkpoint.map import Block
 from moec.runtime.weights_reader import ShardReader
 
 def peak_mib():

@@ -23,7 +23,7 @@ from torch import Tensor
 from moec.mesh import Mesh
 from moec.runtime.context import DTYPES
 from moec.runtime.groups import Group, make_groups
-from moec.runtime.launch_rank import Rank
+from moec.runtime.launch.rank import Rank
 from moec.runtime.messages import finish, start
 
 #: Bytes that each rank sends, in all.

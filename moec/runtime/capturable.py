@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import fx
 
-from moec.ir import Program, op_of
+from moec.ir.program import Program, op_of
 
 #: Operations whose results, or what they move, have sizes that only a step tells.
 SIZED = {

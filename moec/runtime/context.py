@@ -12,12 +12,12 @@ from torch import Tensor
 from moec.mesh import Mesh
 from moec.placement import Placement
 from moec.runtime.groups import Group
-from moec.runtime.launch_status import Status
+from moec.runtime.launch.status import Status
 from moec.runtime.step import Step
 
 if TYPE_CHECKING:
     from moec.codegen.kernel_choice import Chosen, Product
-    from moec.runtime.expert_cache import ExpertCache
+    from moec.runtime.experts.cache import ExpertCache
 
 #: The torch dtype of each dtype of a Program.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

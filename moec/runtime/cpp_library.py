@@ -20,9 +20,9 @@ from moec.codegen.cpp import (
     render_cpp,
 )
 from moec.diagnostics import MoecError, fail
-from moec.ir import Program
+from moec.ir.program import Program
 from moec.runtime.cpp_build import load
-from moec.runtime.kernels_torch_moe import BUG
+from moec.runtime.kernels.torch_moe import BUG
 
 _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 #: Arguments and result of the kernels of a kind of shape, and of those that have a name only.

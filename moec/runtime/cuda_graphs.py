@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moec.codegen.tiles import power_of_two
-from moec.ir import Program
+from moec.ir.program import Program
 from moec.runtime.step import Fixed, Step
 
 #: Fewest places of KV memory that the sequences of a graph read.

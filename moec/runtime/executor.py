@@ -15,19 +15,19 @@ from torch import Tensor
 from moec.cache_sizes import cached_params
 from moec.codegen.phase import render_phase
 from moec.diagnostics import fail
-from moec.ir import Param, Program
+from moec.ir.program import Param, Program
 from moec.layout import Placed
 from moec.runtime.context import DROPPED, DTYPES, Context
 from moec.runtime.cuda_graphs import Capture, Graphs
 from moec.runtime.device_flags import raise_faults
 from moec.runtime.groups import Group
-from moec.runtime.kernels import kernels_for
-from moec.runtime.launch_status import Status
+from moec.runtime.kernels.table import kernels_for
+from moec.runtime.launch.status import Status
 from moec.runtime.step import Step
 
 if TYPE_CHECKING:
     from moec.codegen.kernel_choice import Chosen, Product
-    from moec.runtime.expert_cache import ExpertCache
+    from moec.runtime.experts.cache import ExpertCache
 
 
 class Watcher(Protocol):

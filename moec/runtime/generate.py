@@ -20,7 +20,7 @@ from moec.diagnostics import fail
 from moec.mesh import Mesh
 from moec.placement import balanced
 from moec.runtime.groups import Group
-from moec.runtime.launch_status import Status
+from moec.runtime.launch.status import Status
 from moec.runtime.messages import finish, gather, start
 from moec.runtime.sampling import Sampling, next_tokens
 from moec.runtime.schedule import Chunk, Limits, Wave, check_prompts, make_schedule

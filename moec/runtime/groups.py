@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moec.mesh import Mesh
-from moec.runtime.launch_rank import Rank
-from moec.runtime.launch_report import PeerLost, first_line, is_peer_loss
-from moec.runtime.launch_status import Status
+from moec.runtime.launch.rank import Rank
+from moec.runtime.launch.report import PeerLost, first_line, is_peer_loss
+from moec.runtime.launch.status import Status
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moec.ir import Program
+from moec.ir.program import Program
 from moec.runtime.context import DTYPES
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moec.diagnostics import MoecError, fail
 from moec.runtime.groups import Group
-from moec.runtime.launch_report import PeerLost, first_line, is_peer_loss
+from moec.runtime.launch.report import PeerLost, first_line, is_peer_loss
 
 #: Where the largest piece between two ranks has at most so many bytes, gloo takes them all in one call. At twice as
 #: many single messages are faster over a link of 400 Mbit/s, at half as many they are not, even there.

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from moec.cache.trace import DECODE, PREFILL, Trace
 from moec.diagnostics import fail
-from moec.ir import Program, op_of
+from moec.ir.program import Program, op_of
 from moec.runtime.generate import Place, gather_bytes
 
 Array = NDArray[Any]

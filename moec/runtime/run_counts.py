@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
-from moec.ir import Program
+from moec.ir.program import Program
 from moec.runtime.generate import Place, gather_bytes
 from moec.runtime.session import Session
 

@@ -9,20 +9,20 @@ from torch import Tensor
 
 from moec.artifact import Artifact
 from moec.cache_files import CacheSettings
-from moec.checkpoint import Fingerprint, check_unchanged
+from moec.checkpoint.folder import Fingerprint, check_unchanged
 from moec.codegen.kernel_choice import Chosen, Product, read_choices
 from moec.diagnostics import MoecError, fail
-from moec.importer_match import check_declared
+from moec.importer.match import check_declared
 from moec.runtime.capturable import obstacle
 from moec.runtime.cuda_graphs import CudaCapture
 from moec.runtime.executor import Executor, Watcher
-from moec.runtime.expert_cache import ExpertCache
-from moec.runtime.expert_session import open_cache
+from moec.runtime.experts.cache import ExpertCache
+from moec.runtime.experts.session import open_cache
 from moec.runtime.generate import Place
 from moec.runtime.groups import make_groups
-from moec.runtime.kernels_triton import target_of
+from moec.runtime.kernels.triton_products import target_of
 from moec.runtime.kv import allocate_kv
-from moec.runtime.launch_rank import Rank
+from moec.runtime.launch.rank import Rank
 from moec.runtime.schedule import Limits
 from moec.runtime.step import Step
 from moec.runtime.weights import Progress, account, load_rank

@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from moec.checkpoint_json import MIB, read_json_object
+from moec.checkpoint.json import MIB, read_json_object
 from moec.diagnostics import MoecError, fail
 
 MAX_PROMPTS = 64 * MIB

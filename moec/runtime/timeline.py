@@ -21,9 +21,9 @@ from typing import Any
 import torch.distributed as dist
 
 from moec.files import write_whole
-from moec.ir import Program
-from moec.ops_exchange import LEAVES, Hops
-from moec.runtime.expert_cache import Copy, ExpertCache
+from moec.ir.ops.exchange import LEAVES, Hops
+from moec.ir.program import Program
+from moec.runtime.experts.cache import Copy, ExpertCache
 from moec.runtime.generate import Place, gather_bytes
 
 STREAMS = ("compute", "intra", "inter", "copy")

@@ -12,7 +12,7 @@ from moec.codegen.grouped_gemm import GroupedGemm, RowSource, Store
 from moec.codegen.kernel_tune import Measure as Measure
 from moec.codegen.targets import find_target
 from moec.diagnostics import fail
-from moec.runtime.kernels_triton import DTYPES, launch_grouped_gemm, target_of
+from moec.runtime.kernels.triton_products import DTYPES, launch_grouped_gemm, target_of
 
 #: Milliseconds that a candidate runs before it is timed, and while it is.
 WARM_MS, TIMED_MS = 20, 80

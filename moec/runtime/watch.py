@@ -1,4 +1,4 @@
-"""Who has stopped answering, who is stuck and who is slow, from what ranks say of themselves (`launch_status`).
+"""Who has stopped answering, who is stuck and who is slow, from what ranks say of themselves (`launch.status`).
 
 Liveness and progress have limits of their own:
 
@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moec.diagnostics import fail
-from moec.runtime.launch_report import Report
-from moec.runtime.launch_status import PARTS, WINDOW_STEPS, Reading
+from moec.runtime.launch.report import Report
+from moec.runtime.launch.status import PARTS, WINDOW_STEPS, Reading
 
 LIMITS_VARIABLE = "MOEC_LIMITS"
 #: Twelve beats. With the time between two looks, a stopped rank is named within 4 s.

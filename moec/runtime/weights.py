@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from moec.cache_sizes import cached_params
-from moec.checkpoint_map import Block, Shape, Sources, open_sources
-from moec.ir import Param, Program, full_name
+from moec.checkpoint.map import Block, Shape, Sources, open_sources
+from moec.ir.program import Param, Program, full_name
 from moec.layout import Placed, Replicate, Shard
 from moec.mesh import Mesh
 from moec.placement import Placement

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moec.cache_sizes import cached_params
-from moec.checkpoint_map import Sources
-from moec.ir import Param, Program
+from moec.checkpoint.map import Sources
+from moec.ir.program import Param, Program
 from moec.mesh import Mesh
 from moec.runtime.context import DTYPES
-from moec.runtime.expert_file import Contents, Key, LayerBlobs
+from moec.runtime.experts.file import Contents, Key, LayerBlobs
 from moec.runtime.weights import cut, pieces, wanted
 from moec.runtime.weights_reader import ShardReader
 

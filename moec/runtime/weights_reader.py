@@ -10,7 +10,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from moec.checkpoint_map import Block
+from moec.checkpoint.map import Block
 from moec.diagnostics import fail
 
 BOUNCE_BYTES = 8 << 20

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from moec.ir import Program, operands, results_of
+from moec.ir.program import Program, operands, results_of
 from tests.planted.routing import second_group
 from tests.planted.tools import bypass, layer, mistake, ops, put
 

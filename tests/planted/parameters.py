@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moec.ir import Program
+from moec.ir.program import Program
 from moec.layout import Layout, Placed, Shard, layout
 from moec.placement import Placement
 from tests.planted.tools import bypass, lay, layer, mistake, ops, put

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from moec.ir import Program, results_of
+from moec.ir.program import Program, results_of
 from moec.layout import Shard
 from tests.planted.tools import bypass, lay, layer, mistake, ops, put
 

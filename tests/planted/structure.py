@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moec.ir import Program, Run
+from moec.ir.program import Program, Run
 from tests.planted.tools import BASES, bypass, layer, mistake, ops, put, unseen
 from tests.programs import compiled, plan
 

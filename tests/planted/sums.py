@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moec.ir import Program, results_of
+from moec.ir.program import Program, results_of
 from moec.layout import Shard
 from tests.planted.tools import bypass, lay, layer, mistake, ops, put
 

@@ -9,10 +9,10 @@ from typing import Any
 from torch import fx
 
 from moec.checked import Swiglu
-from moec.ir import Body, Program, is_op, op_of, results_of
-from moec.ir_build import Builder, drop_unused_params, erase, reinfer
+from moec.ir.build import Builder, drop_unused_params, erase, reinfer
+from moec.ir.ops.table import OpError
+from moec.ir.program import Body, Program, is_op, op_of, results_of
 from moec.layout import layout
-from moec.ops import OpError
 from tests.programs import SPAN, few, gqa, moe, plan
 
 SPARSE = moe(8, 4, shared=4)

@@ -1,0 +1,1 @@
+"""Model folders as Hugging Face lays them out."""

@@ -1,0 +1,1 @@
+"""`moec explain`: error pages, and a compiled plan in words."""

@@ -1,0 +1,1 @@
+"""`moec import`: a `.moe` file from a model folder."""

@@ -1,0 +1,1 @@
+"""The operation table: names, signatures, types and promises of all operations, a module for each kind."""

@@ -1,0 +1,1 @@
+"""What every Program must keep after every pass."""

@@ -1,0 +1,1 @@
+"""What is decided from costs, and plan.json, which says so."""

@@ -1,0 +1,214 @@
+"""The experts of one rank that do not all fit: which slot holds whom, and what is on its way there.
+
+1. `prefetch` starts copies of what a later layer is guessed to need.
+2. `demand` claims a slot for each expert that a layer's rows need, and starts the copies that are missing, ahead of all
+   guesses.
+3. `serve` hands the experts out, those that are there first. Where a layer needs more experts than it has slots, a slot
+   is filled again once its expert has been served: so the layer goes in waves.
+
+Who is evicted follows from the order of these calls alone (`moec.cache.residency`), never from when a copy arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moec.cache.predictors import History, most_rows_first
+from moec.cache.residency import Load, Residency, Use
+from moec.cache_sizes import SLOT_ALIGNMENT
+from moec.runtime.context import DTYPES
+from moec.runtime.experts.copier import Copier
+from moec.runtime.experts.file import Contents, Key
+from moec.runtime.experts.lane import Transfer
+from moec.runtime.experts.tiers import NvmeTier
+from moec.runtime.launch.status import Status
+
+
+@dataclass
+class Arrivals:
+    """How copies met the layers that needed them. `late`: hits on a prefetch that was still under way."""
+
+    late: int = 0
+    waited: int = 0
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A transfer as it was started: of an expert of a model layer, in a phase, because rows need it or by a guess."""
+
+    layer: int
+    expert: int
+    phase: str
+    is_demand: bool
+    transfer: Transfer
+
+
+class ExpertCache:
+    """Slots, and the copies into them. Layers are model layer numbers here, and counted from 0 in `residency`."""
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        contents: Contents,
+        residency: Residency,
+        copier: Copier,
+        device: torch.device,
+        history: History | None = None,
+        status: Status | None = None,
+    ) -> None:
+        """`status`: who waits for a copy says so there, for a tier may be slow without being stuck."""
+        self._status = status or Status()
+        self.residency, self.copier, self.contents, self._history = residency, copier, contents, history
+        self.arrivals = Arrivals()
+        self.copies: list[Copy] | None = None  # every one that is started, where somebody wants to know
+        self._layers = list(layers)
+        self._index = {layer: index for index, layer in enumerate(layers)}
+        slot_bytes = max(contents.blob_bytes(index) for index in range(len(layers)))
+        stride = -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        self.arena = torch.empty(residency.num_slots, stride, dtype=torch.uint8, device=device)
+        self._moving: dict[int, Transfer] = {}  # slot -> the copy into it that nobody has waited for yet
+        self._uses: dict[int, list[Use]] = {}
+        self._places: dict[tuple[int, int], Tensor] = {}  # (layer, slot) -> where a blob of the layer goes
+        self._experts = [frozenset(blobs.experts) for blobs in contents.layers]
+        self._filled: dict[str, int] = {}
+
+    def views(self, layer: int) -> dict[str, Tensor]:
+        """The parameters of a layer's experts, [slots, ...]: row s is the expert in slot s."""
+        found, start = {}, 0
+        dtype = DTYPES[self.contents.dtype]
+        for name, shape in self.contents.layers[self._index[layer]].parameters:
+            size = torch.Size(shape).numel() * dtype.itemsize
+            found[name] = self.arena[:, start : start + size].view(dtype).view(-1, *shape)
+            start += size
+        return found
+
+    def fill(self, order: Sequence[Key]) -> None:
+        """Give free slots to the first of `order`, and wait until they and the pinned ones are there."""
+        self.residency.fill(order)
+        for index in self._index.values():
+            for expert in self.residency.resident(index):
+                slot = self.residency.slot_of(index, expert)
+                assert slot is not None
+                self._start(index, expert, slot, is_demand=True)
+        for transfer in self._moving.values():
+            transfer.wait()
+            self._status.progressed()
+        self._moving.clear()
+        self._filled = {lane.tier.name: lane.num_bytes for lane in self.copier.lanes}
+
+    def prefetch(self, layer: int, later: int, counts: Sequence[int], most: int, by: str) -> None:
+        """Start copies of at most `most` experts of layer `later` that are in no slot, the best guess first.
+
+        `counts`: rows per expert, as the later layer's router would have them, or by `history` those of `layer`.
+        """
+        index = self._index[later]
+        if by == "history":
+            assert self._history is not None
+            guessed = self._history.guess(0, self._index[layer], np.asarray(counts), self._history.ahead)
+        else:
+            guessed = most_rows_first(counts)
+        held = self._experts[index]
+        for load in self.residency.prefetch(index, [expert for expert in guessed if expert in held], most):
+            self._begin(index, load)
+
+    def demand(self, layer: int, experts: Sequence[int]) -> Sequence[Use]:
+        """Claim a slot for each of `experts`. What is missing is on its way when this returns.
+
+        An expert whose slot another one of them leaves to it is not: `serve` starts it.
+        """
+        index = self._index[layer]
+        uses = self._uses[layer] = self.residency.demand(index, experts)
+        if not self._is_copied(uses):
+            return uses
+        taken: set[int] = set()
+        for use in uses:
+            if use.is_loaded and use.slot not in taken:
+                self._begin(index, use)
+            elif not use.is_loaded and not self._is_there(use):
+                self.arrivals.late += 1
+                self._moving[use.slot].promote()
+            taken.add(use.slot)
+        return uses
+
+    def serve(self, layer: int) -> Iterator[Sequence[Use]]:
+        """The experts that `demand` claimed: those that are there together, then the others as they come.
+
+        Each is in its slot until the next ones are asked for.
+
+        Raises:
+            MoecError: an expert could not be read.
+        """
+        index, waiting = self._index[layer], self._uses.pop(layer)
+        if waiting and not self._is_copied(waiting):
+            yield waiting
+            return
+        while waiting:
+            begun = self._first_of_each_slot(waiting)
+            ready = [use for use in begun if self._is_there(use)] or begun[:1]
+            for use in ready:
+                if (transfer := self._moving.pop(use.slot, None)) is not None:
+                    self._wait(transfer)
+            yield ready
+            waiting = [use for use in waiting if use not in ready]
+            for use in self._first_of_each_slot(waiting):
+                if use.is_loaded and use not in begun:
+                    self._begin(index, use)
+
+    def _is_copied(self, uses: Sequence[Use]) -> bool:
+        """Whether a copy into the slot of any of them is under way or to come. Loads are last among uses."""
+        if not self._moving:
+            return bool(uses) and uses[-1].is_loaded
+        return any(use.is_loaded or use.slot in self._moving for use in uses)
+
+    def _wait(self, transfer: Transfer) -> None:
+        if transfer.is_done:
+            transfer.wait()
+            return
+        self.arrivals.waited += 1
+        with self._status.within("load", "copy experts"):
+            transfer.wait()
+
+    @property
+    def copied_bytes(self) -> dict[str, int]:
+        """Bytes brought whole from each tier, by its name, without those of `fill`."""
+        return {lane.tier.name: lane.num_bytes - self._filled.get(lane.tier.name, 0) for lane in self.copier.lanes}
+
+    @property
+    def num_rereads(self) -> int:
+        """Experts that were read from the checkpoint because the expert file failed."""
+        return sum(lane.tier.num_rereads for lane in self.copier.lanes if isinstance(lane.tier, NvmeTier))
+
+    def close(self) -> None:
+        """End the copies under way, then close the expert file."""
+        self.copier.close()
+        for lane in self.copier.lanes:
+            if isinstance(lane.tier, NvmeTier):
+                lane.tier.close()
+
+    def _first_of_each_slot(self, uses: Sequence[Use]) -> list[Use]:
+        found: dict[int, Use] = {}
+        for use in uses:
+            found.setdefault(use.slot, use)
+        return list(found.values())
+
+    def _is_there(self, use: Use) -> bool:
+        transfer = self._moving.get(use.slot)
+        return transfer is None or transfer.is_done
+
+    def _begin(self, index: int, load: Use | Load) -> None:
+        self._start(index, load.expert, load.slot, is_demand=isinstance(load, Use))
+
+    def _start(self, index: int, expert: int, slot: int, is_demand: bool) -> None:
+        """Copy an expert into a slot. A guess that was still on its way there is not wanted any more."""
+        if (before := self._moving.pop(slot, None)) is not None:
+            before.cancel()
+        if (into := self._places.get((index, slot))) is None:
+            into = self._places[index, slot] = self.arena[slot, : self.contents.blob_bytes(index)]
+        transfer = self._moving[slot] = self.copier.start((index, expert), into, is_demand)
+        if self.copies is not None:
+            self.copies.append(Copy(self._layers[index], expert, self._status.phase, is_demand, transfer))

@@ -1,0 +1,175 @@
+"""Cached experts on torch: guessing, fetching and serving them. The slots themselves: `moec.runtime.experts.cache`.
+
+An expert's rows go through the same products as where all experts are in device memory (`torch_moe`), and lie
+at the same places of as large tensors, since a product's last bits may depend on where its operands begin. So results
+have the same bits, whichever experts were there.
+
+Shapes: S tokens, E experts, M experts held by this rank, k choices, X rows at their experts, D hidden, I inner,
+C slots of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moec.runtime.context import Context
+from moec.runtime.kernels.torch_dense import rms_norm
+from moec.runtime.kernels.torch_moe import GROUPED_ALIGNMENT, at_boundary, route, router_logits
+from moec.runtime.kernels.torch_pairs import lost_rows
+
+
+def guess(
+    ctx: Context,
+    x_SD: Tensor,
+    norm_D: Tensor,
+    router_ED: Tensor,
+    bias_E: Tensor | None = None,
+    *,
+    eps: float,
+    **choice: Any,
+) -> Tensor:
+    """The experts that a later layer's norm and router would choose for these rows: i64 [S, k].
+
+    What a plain softmax router prefers is what has the largest products, and a row's norm scales all of them alike: so
+    neither is computed, and the norm's weights are put into the router's once. Equal scores are not told apart as
+    `route` does; a guess may be wrong.
+    """
+    if choice["score"] == "softmax" and choice["groups"] == 1 and bias_E is None:
+        key = "guess", router_ED.data_ptr()
+        if key not in ctx.memo:
+            ctx.memo[key] = router_ED.float() * norm_D.float()
+        return F.linear(x_SD.float(), ctx.memo[key]).topk(choice["top"], dim=-1).indices
+    logits_SE = router_logits(ctx, rms_norm(ctx, x_SD, norm_D, eps=eps), router_ED)
+    return route(ctx, logits_SE, bias_E, **choice, renormalize=False, scale=1.0, table="guess")[0]
+
+
+def count_experts(ctx: Context, ids_Sk: Tensor, *, table: str) -> Tensor:
+    """Rows of this rank per expert: i64 [E]."""
+    return torch.bincount(ids_Sk.flatten(), minlength=ctx.placements[table].num_experts)
+
+
+def prefetch_start(ctx: Context, counts_E: Tensor, *, table: str, ahead: int, most: int, by: str) -> Tensor:
+    """Start copies for the layer `ahead`: at most `most`, those with the most rows first. What is given back is empty.
+
+    By `history`, `counts` are of this layer, and what used to follow them is fetched.
+    """
+    assert ctx.cache is not None and ctx.layer is not None
+    ctx.cache.prefetch(ctx.layer, ctx.layer + ahead, counts_E.tolist(), most, by)
+    return counts_E.new_empty(0)
+
+
+def prefetch_wait(ctx: Context, offsets_M: Tensor, *, table: str) -> Tensor:
+    """Claim a slot for each expert of this rank that has rows: i32 [M], -1 for those without."""
+    assert ctx.cache is not None and ctx.layer is not None
+    held, place = _held(ctx, table)
+    slots = [-1] * len(held)
+    for use in ctx.cache.demand(ctx.layer, [held[m] for m, _, _ in _ranges(offsets_M)]):
+        slots[place[use.expert]] = use.slot
+    slots_M = torch.from_numpy(np.array(slots, np.int32))  # of a list, torch takes three times as long
+    return slots_M.to(offsets_M.device) if offsets_M.is_cuda else slots_M
+
+
+def cached_experts(
+    ctx: Context,
+    rows_XD: Tensor,
+    offsets_M: Tensor,
+    slots_M: Tensor,
+    gate_up_CGD: Tensor,
+    down_CDI: Tensor,
+    *,
+    table: str,
+) -> Tensor:
+    """down(silu(gate row) * (up row)) for the rows of each expert, as it comes into its slot: [X, D].
+
+    The G = 2 I rows of a slot are gate's, then up's. Which slots those are is known on this side of the device
+    (`slots_M` has them there). Raises what `served` does.
+    """
+    assert ctx.cache is not None and ctx.layer is not None
+    held, _ = _held(ctx, table)
+    ranges, num_rows = _all_ranges(ctx, rows_XD.shape[0], offsets_M), rows_XD.shape[0]
+    sizes, number = [end - first for _, first, end in ranges], {held[m]: i for i, (m, _, _) in enumerate(ranges)}
+    wide_XG, out_XD = rows_XD.new_empty(num_rows, gate_up_CGD.shape[1]), torch.empty_like(rows_XD)
+    rows, wide, out = (x.split_with_sizes(sizes) for x in (rows_XD, wide_XG, out_XD))
+    act: Sequence[Tensor] = ()
+    gate_up, down = _matrices(ctx, gate_up_CGD), _matrices(ctx, down_CDI)
+    for uses in ctx.cache.serve(ctx.layer):
+        mine = [(number[use.expert], use.slot) for use in uses]
+        for i, slot in mine:
+            torch.mm(rows[i], gate_up(slot), out=wide[i])
+        if len(mine) == len(sizes):
+            act = _activated(wide_XG).split_with_sizes(sizes)
+        else:
+            act = act or rows_XD.new_empty(num_rows, down_CDI.shape[2]).split_with_sizes(sizes)
+            for i, _ in mine:
+                act[i].copy_(_activated(wide[i]))
+        for i, slot in mine:
+            torch.mm(act[i], down(slot), out=out[i])
+    return out_XD
+
+
+def _activated(wide_XG: Tensor) -> Tensor:
+    gate_XI, up_XI = wide_XG.chunk(2, dim=-1)
+    return F.silu(gate_XI).mul_(up_XI)
+
+
+def served(
+    ctx: Context, num_rows: int, offsets_M: Tensor, slots_M: Tensor, table: str
+) -> Iterator[list[tuple[int, slice]]]:
+    """(slot, its rows) of the experts that are there together, then of the others as they come.
+
+    Each is in its slot until the next ones are asked for. Raises E0508 where the ends leave rows over, and what stood
+    against reading an expert.
+    """
+    assert ctx.cache is not None and ctx.layer is not None
+    held, _ = _held(ctx, table)
+    rows = {held[m]: slice(first, end) for m, first, end in _all_ranges(ctx, num_rows, offsets_M)}
+    for uses in ctx.cache.serve(ctx.layer):
+        yield [(use.slot, rows[use.expert]) for use in uses]
+
+
+def _all_ranges(ctx: Context, num_rows: int, offsets_M: Tensor) -> list[tuple[int, int, int]]:
+    """`_ranges`, which must have all of the rows (E0508)."""
+    found = _ranges(offsets_M)
+    if (num_served := found[-1][2] if found else 0) != num_rows:
+        raise lost_rows(ctx, f"cached experts were given {num_served} of {num_rows} rows")
+    return found
+
+
+def _ranges(offsets_M: Tensor) -> list[tuple[int, int, int]]:
+    """(m, where its rows begin, where they end) of the experts that have rows."""
+    found, first = [], 0
+    for m, end in enumerate(offsets_M.tolist()):
+        if end > first:
+            found.append((m, first, end))
+            first = end
+    return found
+
+
+def _held(ctx: Context, table: str) -> tuple[tuple[int, ...], dict[int, int]]:
+    """The experts of this rank, and where each stands among them."""
+    key = "experts held", table
+    if key not in ctx.memo:
+        held = ctx.held_experts(table)
+        ctx.memo[key] = held, {expert: m for m, expert in enumerate(held)}
+    found: tuple[tuple[int, ...], dict[int, int]] = ctx.memo[key]
+    return found
+
+
+def _matrices(ctx: Context, slots_CNK: Tensor) -> Callable[[int], Tensor]:
+    """Slot -> its matrix, transposed: [K, N]. Slots do not move, so views of them are made once.
+
+    Layers whose experts have other sizes may have theirs at the same address.
+    """
+    key = "matrices", slots_CNK.data_ptr(), slots_CNK.shape
+    if key not in ctx.memo:
+        views = [matrix.t() for matrix in slots_CNK.unbind()]
+        is_aligned = not any(view.data_ptr() % GROUPED_ALIGNMENT for view in views)
+        ctx.memo[key] = views.__getitem__ if is_aligned else lambda slot: at_boundary(slots_CNK[slot]).t()
+    found: Callable[[int], Tensor] = ctx.memo[key]
+    return found

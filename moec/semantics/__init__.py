@@ -1,0 +1,1 @@
+"""The checker: from the tree of a `.moe` file to checked values."""
