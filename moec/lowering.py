@@ -14,7 +14,8 @@ from torch import fx
 from moec.checked import Experts, Gqa, Layer, Mla, Model, Moe, Phase, Plan, Rotary, Swiglu
 from moec.diagnostics import Span
 from moec.ir.build import Builder
-from moec.ir.program import Body, Cache, Loc, Param, Program, Run, State, Tier
+from moec.ir.params import Param, State
+from moec.ir.program import Body, Cache, Loc, Program, Run, Tier
 from moec.mesh import Mesh
 from moec.topology import Link
 

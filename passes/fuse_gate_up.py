@@ -8,7 +8,8 @@ from typing import ClassVar
 from torch import fx
 
 from moec.ir.build import Builder, drop_unused_params, erase
-from moec.ir.program import Body, Param, Program, is_op, op_of, operands
+from moec.ir.params import Param
+from moec.ir.program import Body, Program, is_op, op_of, operands
 from moec.passes.base import Pass
 
 #: Product that is fused -> the fused operation, and the dim along which gate and up rows are joined.

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from moec.ir.build import Builder, reinfer
-from moec.ir.program import Body, Param, Program, State, Type, is_op, output_of, type_of
+from moec.ir.params import Param, State
+from moec.ir.program import Body, Program, Type, is_op, output_of, type_of
 from moec.layout import Partial, Place, Shard, layout
 from moec.passes.base import Pass
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from moec.checked import Gqa, MeshSpec, Mla, Plan, Swiglu
 from moec.diagnostics import MoecError
 from moec.ir.evaluator.program import Reference, Sequence
-from moec.ir.program import Program, full_name, op_of
+from moec.ir.params import full_name
+from moec.ir.program import Program, op_of
 from moec.passes.plan_overlap import PlanOverlap
 from moec.runtime.executor import Executor, local_shape
 from moec.runtime.kv import allocate_kv

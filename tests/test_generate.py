@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
 from moec.diagnostics import MoecError
-from moec.ir.program import Body, Program, Run, State
+from moec.ir.params import State
+from moec.ir.program import Body, Program, Run
 from moec.layout import Layout, Shard
 from moec.mesh import Mesh
 from moec.runtime.generate import Model, Place, Request, Result, collect_logits, generate

@@ -16,8 +16,9 @@ from torch import fx
 
 from moec.diagnostics import CompileError, SourceFile
 from moec.ir.build import Builder, input_type
+from moec.ir.params import Param
 from moec.ir.parse import parse
-from moec.ir.program import Body, Loc, Param, Program, Run, Type
+from moec.ir.program import Body, Loc, Program, Run, Type
 from moec.ir.text import print_body, print_program
 from moec.ir.verifier.program import verify
 from moec.lowering import lower

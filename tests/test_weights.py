@@ -20,7 +20,8 @@ from moec.checkpoint.folder import open_checkpoint, read_config
 from moec.checkpoint.map import Sources, open_sources
 from moec.diagnostics import MoecError, SourceFile
 from moec.importer.folder import import_config, import_model
-from moec.ir.program import Body, Param, Program, Run
+from moec.ir.params import Param
+from moec.ir.program import Body, Program, Run
 from moec.layout import Layout, Place, Placed, Replicate, Shard
 from moec.lowering import lower
 from moec.mesh import Mesh

@@ -20,7 +20,8 @@ from moec.ir.ops import (  # noqa: F401  (importing them fills the table)
     pairs,
 )
 from moec.ir.ops.table import OPS, Op
-from moec.ir.program import Body, Loc, Param, Program, Type, is_op, loc_of, op_of, results_of, type_of
+from moec.ir.params import Param
+from moec.ir.program import Body, Loc, Program, Type, is_op, loc_of, op_of, results_of, type_of
 from moec.layout import Shard, layout
 
 

@@ -1,22 +1,132 @@
-"""What a parameter or a KV state can be: the check that the verifier and the reader of program text share."""
+"""What a parameter or a KV state is, and the check of it that the verifier and the reader of program text share."""
 
 from __future__ import annotations
 
-from moec.ir.program import Param, Program
-from moec.layout import Layout, Placed, Replicate, Shard
-from moec.mesh import VIEWS
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from moec.layout import WHOLE, Layout, Placed, Replicate, Shard
+from moec.mesh import VIEWS, Mesh
+from moec.placement import Placement
+
+if TYPE_CHECKING:
+    from moec.ir.program import Dim, Program
+
+#: Begins the name of a part that belongs to a later layer, by how much later.
+NEXT = re.compile(r"next(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared experts behind the routed ones: `count` slots, one for each piece of `parts` cut along their `dim`.
+
+    There is one matrix for each part of the parameter, of all shared experts together.
+    """
+
+    parts: tuple[str, ...]
+    count: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter of a body: logical parameters `parts` concatenated along `dim`; `shape` is global, of all parts.
+
+    In a layer body `parts` are relative to the layer: `attention.q` is `layers.{l}.attention.q`, and
+    `next2.router.weight` that of the layer after the next. Each part is sharded by the layout first, then the rank's
+    pieces are concatenated. `shared`: what the last slots of a stack of experts are; they are sharded as the others.
+    """
+
+    parts: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout = WHOLE
+    dim: int = 0
+    shared: Shared | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The logical parameters that it is made of."""
+        return self.parts + (self.shared.parts if self.shared is not None else ())
+
+    @property
+    def is_borrowed(self) -> bool:
+        """A later layer's own parameter, which this one reads too."""
+        return NEXT.match(self.parts[0]) is not None
+
+    def in_layer(self, layer: int) -> Param:
+        """The parameter of one layer, its parts named as in the whole model."""
+
+        def named(parts: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(full_name(part, layer) for part in parts)
+
+        shared = self.shared and replace(self.shared, parts=named(self.shared.parts))
+        return replace(self, parts=named(self.parts), shared=shared)
+
+    def local_shape(self, mesh: Mesh, placements: dict[str, Placement]) -> tuple[Dim, ...]:
+        """Shape on one rank; the expert dim is the symbol M where ranks hold different numbers of experts.
+
+        Raises ValueError where a dim does not divide.
+        """
+        shape: list[Dim] = list(self.shape)
+        for axis, place in self.layout.places:
+            if isinstance(place, Shard):
+                parts, size = mesh.axis_size(axis) // place.copies, shape[place.dim]
+                if not isinstance(size, int) or size % (parts * len(self.parts if place.dim == self.dim else "1")):
+                    raise ValueError(f"dim {place.dim} of {'+'.join(self.parts)} ({size}) does not divide by {parts}")
+                shape[place.dim] = size // parts
+            elif isinstance(place, Placed):
+                table = placements[place.table]
+                shape[0] = table.counts[0] if table.is_even else "M"
+        return tuple(shape)
+
+
+@dataclass(frozen=True)
+class State:
+    """KV memory of one layer: `shape` per token (global), dtype and layout; dims count from the per-token shape."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout = WHOLE
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        shape = list(self.shape)
+        for axis, place in self.layout.places:
+            if isinstance(place, Shard):
+                shape[place.dim] //= mesh.axis_size(axis) // place.copies
+        return tuple(shape)
+
+
+def full_name(part: str, layer: int) -> str:
+    """Name of a layer's part in the whole model: `layers.3.attention.q`; one of a later layer has that one's number."""
+    if (later := NEXT.match(part)) is not None:
+        return f"layers.{layer + int(later[1])}.{part[later.end() :]}"
+    return f"layers.{layer}.{part}"
 
 
 def param_fault(program: Program, param: Param) -> str:
     """Why no rank could hold its piece of a parameter, or the empty string."""
     if param.dim >= len(param.shape) or param.shape[param.dim] % len(param.parts):
         return f"dim {param.dim} of {list(param.shape)} cannot join {len(param.parts)} parts"
-    if fault := layout_fault(program, param.layout, param.shape):
+    if fault := layout_fault(program, param.layout, param.shape) or _shared_fault(param):
         return fault
     try:
         param.local_shape(program.mesh, program.placements)
     except ValueError as error:
         return str(error)
+    return ""
+
+
+def _shared_fault(param: Param) -> str:
+    """What no slots of shared experts can be, or the empty string."""
+    shared = param.shared
+    if shared is None:
+        return ""
+    if len(param.shape) != 3 or not 0 < shared.count < param.shape[0] or shared.dim > 1:
+        return f"{shared.count} slots along dim {shared.dim} of {list(param.shape)} are no shared experts"
+    if len(shared.parts) != len(param.parts):
+        return f"{len(shared.parts)} parts of shared experts beside {len(param.parts)} of routed ones"
     return ""
 
 

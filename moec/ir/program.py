@@ -14,7 +14,6 @@ M experts held where ranks hold different numbers.
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,7 +21,8 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from moec.ir.equality import program_key
-from moec.layout import WHOLE, Layout, Placed, Shard
+from moec.ir.params import Param, State
+from moec.layout import Layout
 from moec.mesh import Mesh
 from moec.placement import Placement
 from moec.routing import RoutingTrace
@@ -31,8 +31,6 @@ from moec.topology import Cluster, Link
 if TYPE_CHECKING:
     from moec.ir.ops.table import Op
 Dim = int | str
-#: Begins the name of a part that belongs to a later layer, by how much later.
-NEXT = re.compile(r"next(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -55,60 +53,6 @@ class Loc:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}:{self.column}" if self.file else f"{self.line}:{self.column}"
-
-
-@dataclass(frozen=True)
-class Param:
-    """A parameter of a body: logical parameters `parts` concatenated along `dim`; `shape` is global, of all parts.
-
-    In a layer body `parts` are relative to the layer: `attention.q` is `layers.{l}.attention.q`, and
-    `next2.router.weight` that of the layer after the next. Each part is sharded by the layout first, then the rank's
-    pieces are concatenated.
-    """
-
-    parts: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    layout: Layout = WHOLE
-    dim: int = 0
-
-    @property
-    def is_borrowed(self) -> bool:
-        """A later layer's own parameter, which this one reads too."""
-        return NEXT.match(self.parts[0]) is not None
-
-    def local_shape(self, mesh: Mesh, placements: dict[str, Placement]) -> tuple[Dim, ...]:
-        """Shape on one rank; the expert dim is the symbol M where ranks hold different numbers of experts.
-
-        Raises ValueError where a dim does not divide.
-        """
-        shape: list[Dim] = list(self.shape)
-        for axis, place in self.layout.places:
-            if isinstance(place, Shard):
-                parts, size = mesh.axis_size(axis) // place.copies, shape[place.dim]
-                if not isinstance(size, int) or size % (parts * len(self.parts if place.dim == self.dim else "1")):
-                    raise ValueError(f"dim {place.dim} of {'+'.join(self.parts)} ({size}) does not divide by {parts}")
-                shape[place.dim] = size // parts
-            elif isinstance(place, Placed):
-                table = placements[place.table]
-                shape[0] = table.counts[0] if table.is_even else "M"
-        return tuple(shape)
-
-
-@dataclass(frozen=True)
-class State:
-    """KV memory of one layer: `shape` per token (global), dtype and layout; dims count from the per-token shape."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    layout: Layout = WHOLE
-
-    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        shape = list(self.shape)
-        for axis, place in self.layout.places:
-            if isinstance(place, Shard):
-                shape[place.dim] //= mesh.axis_size(axis) // place.copies
-        return tuple(shape)
 
 
 @dataclass
@@ -204,7 +148,7 @@ class Program:
     sums: str = "fixed"  # or any: ranks may add what their experts give in whatever order it comes
     placements: dict[str, Placement] = field(default_factory=dict)
     cache: Cache | None = None  # None: all experts are in device memory
-    experts: dict[str, int] = field(default_factory=dict)  # table -> number of routed experts
+    experts: dict[str, int] = field(default_factory=dict)  # table -> number of experts; shared ones that joined it too
     bodies: dict[str, Body] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
     memory: tuple[Memory, ...] = ()  # by rank, once planned
@@ -244,13 +188,6 @@ class Program:
     def layers_of(self, body: str) -> list[int]:
         """Layer numbers that run `body`, in order."""
         return [layer for run in self.runs if run.body == body for layer in run.layers]
-
-
-def full_name(part: str, layer: int) -> str:
-    """Name of a layer's part in the whole model: `layers.3.attention.q`; one of a later layer has that one's number."""
-    if (later := NEXT.match(part)) is not None:
-        return f"layers.{layer + int(later[1])}.{part[later.end() :]}"
-    return f"layers.{layer}.{part}"
 
 
 def is_op(node: fx.Node) -> bool:

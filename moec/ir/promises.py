@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from moec.ir.program import NEXT, Program, op_of
+from moec.ir.params import NEXT
+from moec.ir.program import Program, op_of
 from moec.ir.slots import is_cached
 from moec.ir.verifier.flow import returned_type
 from moec.layout import Shard, layout

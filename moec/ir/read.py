@@ -15,8 +15,8 @@ from torch import fx
 
 from moec.ir.build import Builder
 from moec.ir.ops.table import OPS
-from moec.ir.params import param_fault
-from moec.ir.program import Body, Cache, Loc, Memory, Param, Program, Run, State, Tier, Type
+from moec.ir.params import Param, State, param_fault
+from moec.ir.program import Body, Cache, Loc, Memory, Program, Run, Tier, Type
 from moec.ir.read_type import integer, number, require
 from moec.mesh import Mesh
 from moec.placement import Placement

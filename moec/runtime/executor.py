@@ -15,7 +15,8 @@ from torch import Tensor
 from moec.cache_sizes import cached_params
 from moec.codegen.phase import render_phase
 from moec.diagnostics import fail
-from moec.ir.program import Param, Program
+from moec.ir.params import Param
+from moec.ir.program import Program
 from moec.layout import Placed
 from moec.runtime.context import DROPPED, DTYPES, Context
 from moec.runtime.cuda_graphs import Capture, Graphs

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from moec.cache_sizes import cached_params
 from moec.checkpoint.map import Block, Shape, Sources, open_sources
-from moec.ir.program import Param, Program, full_name
+from moec.ir.params import Param, full_name
+from moec.ir.program import Program
 from moec.layout import Placed, Replicate, Shard
 from moec.mesh import Mesh
 from moec.placement import Placement

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from moec.cache_sizes import cached_params
 from moec.checkpoint.map import Sources
-from moec.ir.program import Param, Program
+from moec.ir.params import Param
+from moec.ir.program import Program
 from moec.mesh import Mesh
 from moec.runtime.context import DTYPES
 from moec.runtime.experts.file import Contents, Key, LayerBlobs

@@ -22,7 +22,8 @@ from moec.ir.evaluator.cache import CACHE
 from moec.ir.evaluator.comm import COLLECTIVES
 from moec.ir.evaluator.exchange import EXCHANGE
 from moec.ir.evaluator.fused import FUSED
-from moec.ir.program import Body, Param, Program, Run, full_name, is_op, op_of, results_of, type_of
+from moec.ir.params import Param, full_name
+from moec.ir.program import Body, Program, Run, is_op, op_of, results_of, type_of
 from moec.layout import Placed, Replicate, Shard
 from moec.placement import balanced
 

@@ -64,6 +64,7 @@ LayoutRule = Callable[[Call], Layout]
 
 #: What `Op.args` may ask of an operand's dtype.
 DTYPES = {"float": ("bf16", "fp16", "fp32"), "fp32": ("fp32",), "i64": ("i64",), "i32": ("i32",)}
+DTYPES["weight"] = ("fp8", *DTYPES["float"])
 DTYPES["bytes"] = ("bytes",)
 DTYPES["row"] = ("bytes", *DTYPES["float"])
 DTYPES["any"] = ("bf16", "fp16", "fp32", "i64", "i32")
@@ -72,7 +73,7 @@ CPP = ("torch", "cpp")
 #: Of one that has a Triton kernel; in C++ as well.
 TRITON, ALL = ("torch", "triton"), ("torch", "cpp", "triton")
 #: Bytes of one element.
-WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "i64": 8, "i32": 4, "bytes": 1}
+WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "i64": 8, "i32": 4, "fp8": 1, "bytes": 1}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from moec.ir.program import Param
+from moec.ir.params import Param
 from moec.ir.proof.rank import Here
 from moec.ir.proof.rows import (
     Column,

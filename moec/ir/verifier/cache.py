@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from torch import fx
 
 from moec.cache.policies import POLICIES
-from moec.ir.program import NEXT, Body, Program, is_op, op_of, operands
+from moec.ir.params import NEXT
+from moec.ir.program import Body, Program, is_op, op_of, operands
 
 Faults = Iterator[str]
 

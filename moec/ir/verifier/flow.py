@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from moec.ir.program import Body, Program, State, Type, is_op, op_of, type_of
+from moec.ir.params import State
+from moec.ir.program import Body, Program, Type, is_op, op_of, type_of
 from moec.layout import Replicate, Shard
 
 Faults = Iterator[str]
