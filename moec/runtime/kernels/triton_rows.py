@@ -85,15 +85,20 @@ def sort_pairs(ctx: Context, rows_RD: Tensor, ids_Rk: Tensor, *, table: str, cop
     if not rows_RD.is_cuda and not values.alone:
         values = replace(values, rows=chunk_rows(INTERPRETED_ROWS, top))
     ids_Rk = ids_Rk.contiguous()
-    if is_deferred(ctx):  # the flag is of all graphs, and keeps nothing alive that belongs to this one
-        fault = functools.partial(pair_fault, ctx.layer, table, ctx.placements[table].num_experts)
-        flag = flags_on(ctx, device).flag(("graphs", ctx.layer, table), fault)
-    else:
-        flag = flags_on(ctx, device).flag(
-            ("experts", ctx.layer, table), lambda pair: expert_fault(ctx, table, int(ids_Rk.flatten()[pair]))
-        )
+    flag = sorting_flag(ctx, table, ids_Rk)
     launch_group(values, rows_RD, ids_Rk, slots_here(ctx, table, device), found, flag)
     return found
+
+
+def sorting_flag(ctx: Context, table: str, ids_Rk: Tensor) -> Tensor:
+    """The flag, i32 [1], that kernels lower to the first pair of `ids` whose expert does not exist (E0507)."""
+    flags = flags_on(ctx, ids_Rk.device)
+    if is_deferred(ctx):  # the flag is of all graphs, and keeps nothing alive that belongs to this one
+        fault = functools.partial(pair_fault, ctx.layer, table, ctx.placements[table].num_experts)
+        return flags.flag(("graphs", ctx.layer, table), fault)
+    return flags.flag(
+        ("experts", ctx.layer, table), lambda pair: expert_fault(ctx, table, int(ids_Rk.flatten()[pair]))
+    )
 
 
 def launch_group(
