@@ -38,6 +38,12 @@ class Route:
     renormalize: bool
     scale: float
     rows: int
+    shared: int = 0
+
+    @property
+    def choices(self) -> int:
+        """Experts of a token: those that it chooses, then the shared ones, which follow all others."""
+        return self.top + self.shared
 
     @property
     def group_size(self) -> int:
@@ -62,13 +68,14 @@ class Route:
 
     @property
     def block_top(self) -> int:
-        return power_of_two(self.top)
+        return power_of_two(self.choices)
 
     @property
     def name(self) -> str:
-        """File and report name: `route_e256_k8_sigmoid_g8`."""
+        """File and report name: `route_e256_k8_sigmoid_g8`; with shared experts `route_e256_k8_s1...`."""
         groups = f"_g{self.groups}" if self.groups > 1 else ""
-        return f"route_e{self.experts}_k{self.top}_{self.score.value}{groups}"
+        shared = f"_s{self.shared}" if self.shared else ""
+        return f"route_e{self.experts}_k{self.top}{shared}_{self.score.value}{groups}"
 
     @property
     def warps(self) -> int:
@@ -79,7 +86,16 @@ class Route:
 
 
 def specialise_route(
-    experts: int, top: int, score: Score, *, groups: int, keep: int, has_bias: bool, renormalize: bool, scale: float
+    experts: int,
+    top: int,
+    score: Score,
+    *,
+    groups: int,
+    keep: int,
+    has_bias: bool,
+    renormalize: bool,
+    scale: float,
+    shared: int = 0,
 ) -> Route:
     """The kernel of a router. Raises E0527 for numbers that it cannot serve.
 
@@ -93,7 +109,7 @@ def specialise_route(
             f"it chooses 1 to all of up to {MOST_EXPERTS} experts, in equal groups",
         )
     rows = max(1, SCORES_OF_A_WARP // block)
-    return Route(experts, top, groups, keep, score, has_bias, renormalize, scale, rows)
+    return Route(experts, top, groups, keep, score, has_bias, renormalize, scale, rows, shared)
 
 
 def render_route(values: Route, comments: Iterable[Comment] = ()) -> str:

@@ -32,6 +32,7 @@ from moec.passes.fuse_experts import FuseExperts
 from moec.passes.fuse_gate_up import FuseGateUp
 from moec.passes.infer_shapes import InferShapes
 from moec.passes.insert_exchange import InsertExchange
+from moec.passes.join_shared import JoinShared
 from moec.passes.place_experts import PlaceExperts
 from moec.passes.place_prefetch import PlacePrefetch
 from moec.passes.plan_memory import PlanMemory
@@ -67,6 +68,7 @@ def pipeline(kernels: str = "torch", stage: int = 0) -> tuple[Pass, ...]:
         InsertExchange(),
         FuseGateUp(),  # after the exchange, which makes the experts' own products
         CacheExperts(),  # once an expert's products are two
+        JoinShared(prefer=kernels),  # before the next asks how many rows the experts have
         FuseExperts(prefer=kernels),  # what is left of the experts' products
         PlacePrefetch(),  # needs the waits that cache-experts placed
         Schedule(),  # once every operation is there

@@ -190,7 +190,7 @@ def _route(use: Use) -> Moving:
     return specialise_route(
         int(use.shape(0)[1]), _int(given["top"]), Score(str(given["score"])), groups=_int(given["groups"]),
         keep=_int(given["keep"]), has_bias=len(use.node.args) > 1, renormalize=bool(given["renormalize"]),
-        scale=float(str(given["scale"])),
+        scale=float(str(given["scale"])), shared=_int(given.get("shared", 0)),
     )  # fmt: skip
 
 

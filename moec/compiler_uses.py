@@ -13,7 +13,7 @@ from moec.codegen.expected_rows import Rows, random_rows, spread
 from moec.codegen.targets import Dtype, Target
 from moec.cost.sizes import Sizes, sizes_of
 from moec.ir.program import Body, Program, loc_of, op_of, operands, type_of
-from moec.routing import TracedRouting
+from moec.routing import TracedRouting, WithShared
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +77,14 @@ def load_of(sizes: Sizes) -> Load:
     if route is None:
         return Load(np.zeros(0, dtype=np.int64), 0, round(sizes.rows), 1, 0, "no")
     experts, tokens = route.placement.num_experts, round(sizes.rows * mesh.ep)
-    if isinstance(route.routing, TracedRouting):
-        chosen = np.bincount(route.routing.expert_ids.ravel(), minlength=experts).astype(np.float64)
-        counts, routing = spread(chosen, tokens * sizes.top, tokens), "traced"
+    routed, shared = (x.routed, x.count) if isinstance(x := route.routing, WithShared) else (x, 0)
+    num_routed, top = experts - shared, sizes.top - shared
+    if isinstance(routed, TracedRouting):
+        chosen = np.bincount(routed.expert_ids.ravel(), minlength=num_routed).astype(np.float64)
+        counts, routing = spread(chosen, tokens * top, tokens), "traced"
     else:
-        counts, routing = random_rows(experts, sizes.top, tokens), "random"
+        counts, routing = random_rows(num_routed, top, tokens), "random"
+    counts = np.append(counts, [tokens] * shared)
     copies = np.bincount([e for held in route.placement.slots for e in held], minlength=experts)
     ranks = [-(-counts[list(held)] // copies[list(held)]) for held in route.placement.slots]
     rows = max(ranks, key=lambda own: int(own.sum()))

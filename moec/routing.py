@@ -119,6 +119,30 @@ class TracedRouting:
         return _sizes(self.expert_ids.ravel(), self.num_experts) / len(self.expert_ids)
 
 
+@dataclass(frozen=True)
+class WithShared:
+    """`routed`, where each token has the `count` experts behind the routed ones too."""
+
+    routed: RandomRouting | TracedRouting
+    count: int
+
+    def touched(self, part_of: Parts, num_parts: int) -> Floats:
+        routed, shared = self._split(part_of, num_parts)
+        return np.where(shared > 0, 1.0, self.routed.touched(routed, num_parts))
+
+    def pairs(self, part_of: Parts, num_parts: int) -> Floats:
+        routed, shared = self._split(part_of, num_parts)
+        return self.routed.pairs(routed, num_parts) + shared
+
+    def active(self, part_of: Parts, num_parts: int, tokens: float) -> Floats:
+        routed, shared = self._split(part_of, num_parts)
+        return self.routed.active(routed, num_parts, tokens) + shared * min(1.0, tokens)
+
+    def _split(self, part_of: Parts, num_parts: int) -> tuple[Parts, Floats]:
+        """Parts of the routed experts, and the number of shared ones in each part."""
+        return part_of[: -self.count], _sizes(part_of[-self.count :], num_parts)
+
+
 @dataclass(frozen=True, eq=False)
 class RoutingTrace:
     """Expert choices of real tokens: `expert_ids` [sparse layers, tokens, k], layers in the order of the model.

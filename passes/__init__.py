@@ -9,6 +9,7 @@ from moec.passes.fuse_experts import FuseExperts
 from moec.passes.fuse_gate_up import FuseGateUp
 from moec.passes.infer_shapes import InferShapes
 from moec.passes.insert_exchange import InsertExchange
+from moec.passes.join_shared import JoinShared
 from moec.passes.place_experts import PlaceExperts
 from moec.passes.place_prefetch import PlacePrefetch
 from moec.passes.plan_memory import PlanMemory
@@ -32,6 +33,7 @@ PASSES: tuple[type[Pass], ...] = (
     InsertExchange,
     FuseGateUp,
     CacheExperts,
+    JoinShared,
     FuseExperts,
     PlacePrefetch,
     Schedule,

@@ -34,7 +34,7 @@ from moec.runtime.generate import Request, collect_logits, generate
 from moec.runtime.launch.rank import Rank, device_kind
 from moec.runtime.launch.status import Status
 from moec.runtime.routing_record import Recorder as RoutingRecorder
-from moec.runtime.routing_record import check_recordable, gather_trace
+from moec.runtime.routing_record import check_recordable, gather_trace, num_routed
 from moec.runtime.run_counts import gather_dropped, may_drop, tell_dropped
 from moec.runtime.sampling import Sampling
 from moec.runtime.schedule import check_prompts
@@ -187,7 +187,7 @@ def work(rank: Rank, job: Job) -> None:
     result = generate(session, job.request, session.limits, session.place, writer or _silent)
     logits = collect_logits(job.request, result, session.limits, session.place) if job.logits else []
     events = gather_events(recorder, session.place) if recorder is not None else []
-    chosen = gather_trace(routing, session.place, _num_experts(job.artifact)) if routing is not None else None
+    chosen = gather_trace(routing, session.place, num_routed(job.artifact.programs)) if routing is not None else None
     counted: dict[str, dict[str, int]] = {}
     wants_counts = job.as_json and job.artifact.document.get("cache")
     if wants_counts and (found := gather_counts(session.cache, session.place)):  # none where nothing is cached
@@ -209,10 +209,6 @@ def work(rank: Rank, job: Job) -> None:
         text = [job.text.decode(tokens) for tokens in result.tokens]
         _print(json.dumps({"tokens": result.tokens, "text": text} | counted) + "\n")
     tell_dropped(counted.get("dropped", {}))
-
-
-def _num_experts(artifact: Artifact) -> int:
-    return max((count for program in artifact.programs for count in program.experts.values()), default=0)
 
 
 def _print(text: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from moec.cache_sizes import arena_bytes, cached_params
-from moec.cost.sizes import bounds, num_chunks
+from moec.cost.sizes import bounds, choices_of, num_chunks
 from moec.ir.ops.table import WIDTH
 from moec.ir.program import Body, Memory, Program, Type, is_op, op_of
 from moec.ir.slots import is_cached
@@ -88,7 +88,7 @@ def _buffers(program: Program, body: Body, held: Held) -> int:
 def _bounds(program: Program, body: Body, held: Held) -> dict[str, int]:
     """The largest value of each symbol; of a chunk, with its part of the tokens."""
     routes = [n for n in body.graph.nodes if is_op(n) and op_of(n).name == "route"]
-    top = max((int(str(n.kwargs["top"])) for n in routes), default=0)
+    top = max(map(choices_of, routes), default=0)
     most = max((held[str(n.kwargs["table"])] for n in routes), default=0)
     whole = bounds(program, body, top, most)
     parts = num_chunks(body)

@@ -15,7 +15,7 @@ from moec.cost.flow import Flow, Route, active_experts, hop, served_pairs
 from moec.ir.ops.exchange import HOPS, at
 from moec.ir.ops.table import WIDTH
 from moec.ir.program import Body, Dim, Program, Type, is_op, op_of, operands, type_of
-from moec.routing import RandomRouting, Routing
+from moec.routing import RandomRouting, TracedRouting, WithShared
 
 #: Share of `context` that a decoding sequence has behind it, on average over its life.
 MEAN_FILL = 0.5
@@ -69,14 +69,22 @@ def num_chunks(body: Body) -> int:
     return int(str(cut[0].kwargs["parts"])) if cut else 1
 
 
-def routed_tops(program: Program) -> dict[str, int]:
-    """Experts per token of each table."""
-    return {str(n.kwargs["table"]): int(str(n.kwargs["top"])) for _, n in program.nodes() if op_of(n).name == "route"}
+def choices_of(route: fx.Node) -> int:
+    """Experts of a token: those that it chooses, and the shared ones that a router adds."""
+    return int(str(route.kwargs["top"])) + shared_of(route)
+
+
+def shared_of(route: fx.Node) -> int:
+    """Shared experts that a router adds to the choices of every token."""
+    return int(str(route.kwargs.get("shared", 0)))
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Expected sizes of one body's values on the busiest rank. `route` is None where the body routes nothing."""
+    """Expected sizes of one body's values on the busiest rank. `route` is None where the body routes nothing.
+
+    `top`: experts of a token, shared ones that the router adds among them.
+    """
 
     program: Program
     body: Body
@@ -156,13 +164,15 @@ def sizes_of(program: Program, body: Body) -> Sizes:
     router = next((n for n in body.graph.nodes if is_op(n) and op_of(n).name == "route"), None)
     if router is None:
         return Sizes(program, body, None)
-    top, placement = int(str(router.kwargs["top"])), program.placements[str(router.kwargs["table"])]
-    routing: Routing = _random(router, placement.num_experts)
+    placement, shared = program.placements[str(router.kwargs["table"])], shared_of(router)
+    num_routed = placement.num_experts - shared
+    routing: RandomRouting | TracedRouting = _random(router, num_routed)
     if program.routing is not None:
         sparse = program.sparse_layers
         layers = [sparse.index(layer) for layer in program.layers_of(body.name)]
-        routing = program.routing.of_layers(layers, placement.num_experts)
-    return Sizes(program, body, Route(program.mesh, program.cluster, placement, routing), top)
+        routing = program.routing.of_layers(layers, num_routed)
+    both = WithShared(routing, shared) if shared else routing
+    return Sizes(program, body, Route(program.mesh, program.cluster, placement, both), choices_of(router))
 
 
 def with_tokens(sizes: Sizes, tokens: int) -> Sizes:

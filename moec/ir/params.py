@@ -51,6 +51,16 @@ class Param:
         return self.parts + (self.shared.parts if self.shared is not None else ())
 
     @property
+    def num_routed(self) -> int:
+        """Of a stack of experts: slots before those of shared ones."""
+        return self.shape[0] - (self.shared.count if self.shared is not None else 0)
+
+    @property
+    def is_fp8(self) -> bool:
+        """In e4m3, in blocks whose scales are a parameter of their own (`moec.blocks`)."""
+        return self.dtype == "fp8"
+
+    @property
     def is_borrowed(self) -> bool:
         """A later layer's own parameter, which this one reads too."""
         return NEXT.match(self.parts[0]) is not None

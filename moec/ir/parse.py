@@ -35,7 +35,8 @@ link: NAME "=" (INT | FLOAT) "/" (INT | FLOAT) "/" INT
 rate: "link" "=" (INT | FLOAT) "/" (INT | FLOAT) "/" INT
 
 body: "body" NAME "{" (param | state | input | node | returned)* "}"
-param: "param" NAME ["=" NAME ("+" NAME)* "dim" "=" INT] ":" type
+param: "param" NAME ["=" NAME ("+" NAME)* "dim" "=" INT [shared]] ":" type
+shared: "with" INT "of" NAME ("+" NAME)* "dim" "=" INT
 state: "state" NAME ":" type
 input: "in" VALUE [":" type]
 node: VALUE ("," VALUE)* "=" NAME "(" [argument ("," argument)*] ")" [":" type ("," type)*] ["on" NAME] ["by" NAME] LOC

@@ -15,9 +15,9 @@ from torch import fx
 
 from moec.ir.build import Builder
 from moec.ir.ops.table import OPS
-from moec.ir.params import Param, State, param_fault
+from moec.ir.params import Param, Shared, State, param_fault
 from moec.ir.program import Body, Cache, Loc, Memory, Program, Run, Tier, Type
-from moec.ir.read_type import integer, number, require
+from moec.ir.read_type import integer, number, require, sizes
 from moec.mesh import Mesh
 from moec.placement import Placement
 from moec.topology import Cluster, Device, Link
@@ -174,13 +174,18 @@ class Reader(Transformer[Token, Any]):
         return "body", (str(name), lines)
 
     def param(self, name: Token, *rest: Any) -> Any:
-        *parts, dim, type = (x for x in rest if x is not None) if rest[0] is not None else (name, "0", rest[-1])
-        lies = (_sizes(name, type), type.dtype, type.layout)
+        *parts, dim, shared, type = rest if rest[0] is not None else (name, "0", None, rest[-1])
+        lies = (sizes(name, type), type.dtype, type.layout)
         require(integer(dim) >= 0, f"parameter {name} joined along dim {dim}")
-        return "param", (str(name), Param(tuple(map(str, parts)), *lies, int(dim)))
+        return "param", (str(name), Param(tuple(map(str, parts)), *lies, int(dim), shared))
+
+    def shared(self, count: Token, *rest: Token) -> Shared:
+        *parts, dim = rest
+        require(integer(dim) >= 0, f"shared experts cut along dim {dim}")
+        return Shared(tuple(map(str, parts)), integer(count), int(dim))
 
     def state(self, name: Token, type: Type) -> Any:
-        return "state", (str(name), State(_sizes(name, type), type.dtype, type.layout))
+        return "state", (str(name), State(sizes(name, type), type.dtype, type.layout))
 
     def input(self, name: Token, type: Type | None) -> Any:
         return "in", (str(name), type)
@@ -230,12 +235,6 @@ def _cache(found: dict[str, list[Any]]) -> Cache | None:
         return None
     (settings,) = found["cache"]
     return Cache(tiers=tuple(_by_name("tier", found).values()), **settings)
-
-
-def _sizes(name: Token, type: Type) -> tuple[int, ...]:
-    """A shape of numbers only."""
-    require(all(isinstance(dim, int) and dim > 0 for dim in type.shape), f"{name} has the shape {list(type.shape)}")
-    return cast(tuple[int, ...], type.shape)
 
 
 def _loc(token: Token) -> Loc:

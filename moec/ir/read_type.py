@@ -32,6 +32,12 @@ def number(token: Token) -> Any:
     return kinds.get(token.type, str)(token)
 
 
+def sizes(name: Token, type: Type) -> tuple[int, ...]:
+    """A shape of numbers only."""
+    require(all(isinstance(dim, int) and dim > 0 for dim in type.shape), f"{name} has the shape {list(type.shape)}")
+    return cast(tuple[int, ...], type.shape)
+
+
 @v_args(inline=True)
 class TypeReader(Transformer[Token, Any]):
     """One method per rule of the grammar of types."""

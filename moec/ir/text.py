@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from moec.ir.params import Shared
 from moec.ir.program import Body, Cache, Loc, Program, Run, Type, is_op, loc_of, op_of, results_of, type_of
 from moec.layout import Layout
 from moec.topology import Link
@@ -113,7 +114,7 @@ def print_body(body: Body) -> list[str]:
     """Lines of one body: parameters, states, inputs, operations, the value returned."""
     lines = [f"body {body.name} {{"]
     for name, p in body.params.items():
-        parts = f" = {'+'.join(p.parts)} dim={p.dim}" if p.parts != (name,) else ""
+        parts = f" = {'+'.join(p.parts)} dim={p.dim}{_shared(p.shared)}" if p.parts != (name,) or p.shared else ""
         lines.append(f"  param {name}{parts} : {_type(Type(p.shape, p.dtype, p.layout))}")
     lines += [f"  state {name} : {_type(Type(s.shape, s.dtype, s.layout))}" for name, s in body.states.items()]
     names: dict[fx.Node, str] = {}
@@ -121,6 +122,10 @@ def print_body(body: Body) -> list[str]:
     for node in body.graph.nodes:
         lines += [f"  {line}" for line in _node_lines(node, names, numbers)]
     return [*lines, "}"]
+
+
+def _shared(shared: Shared | None) -> str:
+    return "" if shared is None else f" with {shared.count} of {'+'.join(shared.parts)} dim={shared.dim}"
 
 
 def _node_lines(node: fx.Node, names: dict[fx.Node, str], numbers: Iterator[int]) -> list[str]:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from moec.cache.trace import DECODE, PREFILL, Trace
 from moec.diagnostics import fail
-from moec.ir.program import Program, op_of
+from moec.ir.program import Program, op_of, operands, type_of
 from moec.runtime.generate import Place, gather_bytes
 
 Array = NDArray[Any]
@@ -32,7 +32,10 @@ PHASES = {"prefill": PREFILL, "decode": DECODE}
 
 @dataclass
 class StepRecord:
-    """One step of this rank: by layer ids [S, k], weights [S, k] and guesses [S, j]; lengths of its sequences' rows."""
+    """One step of this rank: by layer ids [S, k], weights [S, k] and guesses [S, j]; lengths of its sequences' rows.
+
+    Shared experts that a router adds to every token's choices are left out.
+    """
 
     phase: int
     lengths: tuple[int, ...]
@@ -66,7 +69,7 @@ class Recorder:
         return SimpleNamespace(**routed(kernels) | {"guess": guess} | others)
 
     def _watched(
-        self, kernel: Callable[..., Any], phase: int, keep: Callable[[StepRecord, int, Any], None]
+        self, kernel: Callable[..., Any], phase: int, keep: Callable[[StepRecord, int, Any, int], None]
     ) -> Callable[..., Any]:
         @functools.wraps(kernel)
         def run(ctx: Any, *args: Any, **attrs: Any) -> Any:
@@ -76,19 +79,19 @@ class Recorder:
                 lengths = tuple(end - start for start, end in itertools.pairwise(starts))
                 self.steps.append(StepRecord(phase, lengths))
                 self._latest = ctx.step
-            keep(self.steps[-1], ctx.layer, result)
+            keep(self.steps[-1], ctx.layer, result, attrs["top"])
             return result
 
         return run
 
     @staticmethod
-    def _chosen(step: StepRecord, layer: int, result: Any) -> None:
+    def _chosen(step: StepRecord, layer: int, result: Any, top: int) -> None:
         ids_Sk, weights_Sk = result
-        _append(step.ids, layer, ids_Sk)
-        _append(step.weights, layer, weights_Sk)
+        _append(step.ids, layer, ids_Sk[:, :top])
+        _append(step.weights, layer, weights_Sk[:, :top])
 
     @staticmethod
-    def _guessed(later: Mapping[int, int], step: StepRecord, layer: int, ids_Sj: Any) -> None:
+    def _guessed(later: Mapping[int, int], step: StepRecord, layer: int, ids_Sj: Any, top: int) -> None:
         _append(step.guesses, layer + later[layer], ids_Sj)
 
 
@@ -105,6 +108,12 @@ def check_recordable(programs: Iterable[Program]) -> None:
     if len(tops) != 1:
         few = f"its layers choose {' and '.join(map(str, tops))} experts a token" if tops else "it has no experts"
         raise fail("E0647", f"there is no routing trace of this model: {few}", "leave --record out")
+
+
+def num_routed(programs: Iterable[Program]) -> int:
+    """Experts that a router of the programs chooses among, at most."""
+    nodes = [node for program in programs for _, node in program.nodes() if op_of(node).name == "route"]
+    return max((int(type_of(operands(node)[0]).shape[1]) for node in nodes), default=0)
 
 
 def gather_trace(recorder: Recorder, place: Place, num_experts: int) -> Trace | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from moec.cache_sizes import cached_params
 from moec.checkpoint.map import Block, Shape, Sources, open_sources
-from moec.ir.params import Param, full_name
+from moec.ir.params import Param
 from moec.ir.program import Program
 from moec.layout import Placed, Replicate, Shard
 from moec.mesh import Mesh
@@ -49,8 +48,7 @@ def _collect(found: dict[str, Param], program: Program, params: Mapping[str, Par
     for name, param in params.items():
         full, whole = param, name
         if layer is not None:
-            whole = f"layers.{layer}.{name}"
-            full = replace(param, parts=tuple(full_name(part, layer) for part in param.parts))
+            whole, full = f"layers.{layer}.{name}", param.in_layer(layer)
         if found.setdefault(whole, full) != full:
             raise AssertionError(f"{whole} has another layout in {program.phase}")
 
@@ -68,7 +66,15 @@ def cached(programs: Sequence[Program]) -> set[str]:
 
 def logical_shapes(params: Mapping[str, Param]) -> dict[str, Shape]:
     """Global shape of each logical parameter that `params` are made of; the parts of one are equal."""
-    return {part: _part_shape(param) for param in params.values() for part in param.parts}
+    found: dict[str, Shape] = {}
+    for param in params.values():
+        shape, shared = _part_shape(param), param.shared
+        if shared is not None:
+            matrix = tuple(size * shared.count if dim == shared.dim else size for dim, size in enumerate(shape[1:]))
+            found |= dict.fromkeys(shared.parts, matrix)
+            shape = (param.num_routed, *shape[1:])
+        found |= dict.fromkeys(param.parts, shape)
+    return found
 
 
 def account(programs: Sequence[Program], folder: Path) -> Sources:
@@ -145,7 +151,10 @@ def _part_shape(param: Param) -> Shape:
 def cut(
     param: Param, mesh: Mesh, placements: Mapping[str, Placement], rank: int
 ) -> tuple[list[range], tuple[int, ...]]:
-    """The ranges of one part that `rank` holds, by dim, and for a stack of experts the ids it holds, in slot order."""
+    """The ranges of one part that `rank` holds, by dim, and for a stack of experts the ids it holds, in slot order.
+
+    Shared experts have the ids behind the routed ones.
+    """
     ranges = [range(size) for size in _part_shape(param)]
     experts: tuple[int, ...] = tuple(ranges[0]) if len(ranges) == 3 else ()
     for axis, place in param.layout.places:
@@ -181,11 +190,24 @@ def pieces(
 
     `tensor` holds `experts` of the parameter, within `ranges` (see `cut`).
     """
-    for part, target in zip(param.parts, tensor.chunk(len(param.parts), param.dim), strict=True):
+    for index, target in enumerate(tensor.chunk(len(param.parts), param.dim)):
+        part = param.parts[index]
         if len(ranges) == 3:
             for slot, expert in enumerate(experts):
-                yield sources.block(part, expert), ranges[1], ranges[2], target[slot]
+                yield *_expert(sources, param, index, ranges, expert), target[slot]
         elif len(ranges) == 2:
             yield sources.block(part), ranges[0], ranges[1], target
         else:
             yield sources.block(part), ranges[0], range(1), target.unsqueeze(-1)
+
+
+def _expert(
+    sources: Sources, param: Param, index: int, ranges: Sequence[range], expert: int
+) -> tuple[Block, range, range]:
+    """Where part `index` of one expert is: a block of its own, or its rows or columns of that of all shared experts."""
+    shared, among = param.shared, expert - param.num_routed
+    if shared is None or among < 0:
+        return sources.block(param.parts[index], expert), ranges[1], ranges[2]
+    start = among * _part_shape(param)[1 + shared.dim]
+    held = [range(start + r.start, start + r.stop) if d == shared.dim else r for d, r in enumerate(ranges[1:])]
+    return sources.block(shared.parts[index]), held[0], held[1]

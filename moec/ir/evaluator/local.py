@@ -196,7 +196,11 @@ def route(
     scale: float,
     table: str,
 ) -> tuple[Tensor, Tensor]:
-    """Row by row: best groups, then best experts in them, ties to the lowest id; weights from unbiased scores."""
+    shared: int = 0,
+    """Row by row: best groups, then best experts in them, ties to the lowest id; weights from unbiased scores.
+
+    Then the shared experts, which come behind all others, with weight 1.
+    """
     scores = [torch.sigmoid(row) if score == "sigmoid" else row.softmax(-1) for row in logits]
     ids = torch.zeros(len(logits), top, dtype=torch.int64)
     for row, plain in enumerate(scores):
@@ -211,7 +215,8 @@ def route(
     weights = torch.stack(scores).gather(1, ids) if scores else logits.new_zeros(0, top)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return ids, weights * scale
+    beside = logits.shape[1] + torch.arange(shared).expand(len(logits), shared)
+    return torch.cat([ids, beside], 1), torch.cat([weights * scale, logits.new_ones(len(logits), shared)], 1)
 
 
 def moe(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

@@ -145,13 +145,18 @@ class Reference:
         where = tuple(self.program.mesh.coordinate(rank, axis) for axis, _ in param.layout.places)
         key = (param, layer, where)
         if key not in self.local:
-            parts = [self._part(param, part, layer, rank) for part in param.parts]
+            parts = [self._part(param, index, layer, rank) for index in range(len(param.parts))]
             self.local[key] = torch.cat(parts, dim=param.dim)
         return self.local[key]
 
-    def _part(self, param: Param, part: str, layer: int | None, rank: int) -> Tensor:
-        mesh = self.program.mesh
-        value = self.weights[part if layer is None else full_name(part, layer)].double()
+    def _part(self, param: Param, part: int, layer: int | None, rank: int) -> Tensor:
+        def whole(name: str) -> Tensor:
+            return self.weights[name if layer is None else full_name(name, layer)].double()
+
+        mesh, shared = self.program.mesh, param.shared
+        value = whole(param.parts[part])
+        if shared is not None:
+            value = torch.cat([value, torch.stack(whole(shared.parts[part]).chunk(shared.count, shared.dim))])
         for axis, place in param.layout.places:
             index = mesh.coordinate(rank, axis)
             if isinstance(place, Shard):

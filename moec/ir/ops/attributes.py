@@ -54,6 +54,7 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "renormalize": ("true or false", lambda value: isinstance(value, bool)),
     "scale": ("a number", _is_number),
     "score": ("softmax or sigmoid", _one_of("softmax", "sigmoid")),
+    "shared": ("a count", _is_count),
     "sizes": ("two counts", lambda value: isinstance(value, tuple) and len(value) == 2 and all(map(_is_count, value))),
     "table": ("a table's name", lambda value: isinstance(value, str)),
     "theta": ("a number", _is_number),

@@ -34,17 +34,20 @@ def _router_shape(call: Call) -> Shapes:
 
 
 def _route_shape(call: Call) -> Shapes:
+    """With `shared = n`, the experts behind those routed to are each row's n last choices."""
     rows, num_experts = call.shape(0)
+    shared = call.attrs.get("shared", 0)
     if len(call.types) == 2:
         (biases,) = call.shape(1)
         call.same_dims(num_experts, biases, "experts and selection biases")
     if call.attrs["table"] in call.placements:
-        call.same_dims(num_experts, call.placement().num_experts, "experts routed to and experts placed")
+        placed = call.placement().num_experts - shared
+        call.same_dims(num_experts, placed, "experts routed to and experts placed")
     top, groups, keep = (call.attrs[name] for name in ("top", "groups", "keep"))
     count = local_dim(num_experts, "number of experts")
     call.require(count % groups == 0 and keep <= groups, f"{count} experts in {groups} groups of which {keep} are kept")
     call.require(top <= count // groups * keep, f"top {top} of {count // groups * keep} eligible experts")
-    return (((rows, top), "i64"), ((rows, top), "fp32"))
+    return (((rows, top + shared), "i64"), ((rows, top + shared), "fp32"))
 
 
 def _moe_shape(call: Call) -> Shapes:
@@ -126,7 +129,9 @@ ROUTE = ("score", "top", "groups", "keep", "renormalize", "scale", "table")
 GROUPED = ("float", "i32", "float")
 
 register(Op("router_logits", ("float", "float"), _router_shape, rows_and_param, kernels=CPP))
-register(Op("route", ("fp32", "fp32"), _route_shape, rows_and_param, ROUTE, num_optional=1, num_results=2, kernels=ALL))
+register(
+    Op("route", ("fp32", "fp32"), _route_shape, rows_and_param, ROUTE, ("shared",), 1, num_results=2, kernels=ALL)
+)
 register(Op("moe", ("float", "i64", "fp32", *("float",) * 3), _moe_shape, _moe_place, ("table",), kernels=()))
 register(Op("grouped_linear", GROUPED, _grouped_shape, _grouped_place, kernels=ALL))
 register(Op("grouped_gate_up", GROUPED, _grouped_gate_up_shape, _grouped_gate_up_place, kernels=ALL))

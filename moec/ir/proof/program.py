@@ -48,7 +48,8 @@ def _tables(program: Program, body: Body) -> Iterator[Table]:
     for node in body.graph.nodes:
         if is_op(node) and op_of(node).name == "route":
             rows = 3 if program.mesh.size <= 8 else 2 if program.mesh.size <= 32 else 1
-            yield from Tables(program.mesh, program.placements[node.kwargs["table"]], node.kwargs["top"], rows)
+            placed, shared = program.placements[node.kwargs["table"]], node.kwargs.get("shared", 0)
+            yield from Tables(program.mesh, placed, node.kwargs["top"], rows, shared)
             return
 
 

@@ -58,6 +58,16 @@ def check_joined(program: Program, body: Body) -> Faults:
                 yield f"{name} reads {' and '.join(param.parts)} as one parameter"
 
 
+def check_shared(program: Program, body: Body) -> Faults:
+    """The experts that a router adds to every row's choices are those that the stacks of experts end with."""
+    added = {int(str(n.kwargs.get("shared", 0))) for n in body.graph.nodes if is_op(n) and op_of(n).name == "route"}
+    stacks = [param.shared for param in body.params.values() if len(param.shape) == 3]
+    held = {shared.count if shared is not None else 0 for shared in stacks}
+    if added and len(added | held) > 1:
+        counts = " or ".join(map(str, sorted(held)))
+        yield f"the router adds {' or '.join(map(str, sorted(added)))} shared experts, the parameters have {counts}"
+
+
 # --- KV states ---------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from moec.ir.params import layout_fault, param_fault
 from moec.ir.program import Body, Program, Type, is_op, op_of, results_of
 from moec.ir.promises import PROMISES
 from moec.ir.verifier.cache import check_cache, check_settings
-from moec.ir.verifier.flow import check_collectives, check_joined, check_states, returned_type
+from moec.ir.verifier.flow import check_collectives, check_joined, check_shared, check_states, returned_type
 from moec.ir.verifier.rows import check_rows
 
 Faults = Iterator[str]
@@ -159,7 +159,7 @@ def _uses(program: Program, body: Body) -> Faults:
 
 def _params(program: Program, body: Body) -> Faults:
     """Each logical parameter is read once, and lies as a parameter or a state can."""
-    parts = [part for param in body.params.values() for part in param.parts]
+    parts = [part for param in body.params.values() for part in param.names]
     yield from (f"{part} is a part of two parameters" for part in sorted({p for p in parts if parts.count(p) > 1}))
     for name, param in body.params.items():
         if fault := param_fault(program, param):
@@ -198,5 +198,5 @@ STAGES: tuple[tuple[Callable[[Program, Body], Faults], ...], ...] = (
     (_structure,),
     (_uses, _params),
     (_types,),
-    (check_collectives, check_joined, check_rows, check_cache, check_states),
+    (check_collectives, check_joined, check_shared, check_rows, check_cache, check_states),
 )

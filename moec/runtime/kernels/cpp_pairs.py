@@ -21,7 +21,7 @@ _SCORES = {score.value: score for score in Score}
 
 
 def route(
-    library: Library, ctx: Context, logits_SE: Tensor, bias_E: Tensor | None = None, **choice: Any
+    library: Library, ctx: Context, logits_SE: Tensor, bias_E: Tensor | None = None, *, shared: int = 0, **choice: Any
 ) -> tuple[Tensor, Tensor]:
     logits_SE = logits_SE.contiguous()
     rows, experts = logits_SE.shape
@@ -30,8 +30,8 @@ def route(
     ids_Sk, weights_Sk = torch.empty(rows, top, dtype=torch.int64), torch.empty(rows, top)
     bias = None if bias_E is None else bias_E.data_ptr()
     if kernel(logits_SE.data_ptr(), rows, bias, choice["scale"], ids_Sk.data_ptr(), weights_Sk.data_ptr()):
-        return torch_moe.route(ctx, logits_SE, bias_E, **choice)
-    return ids_Sk, weights_Sk
+        return torch_moe.route(ctx, logits_SE, bias_E, shared=shared, **choice)
+    return torch_moe.with_shared(ids_Sk, weights_Sk, experts, shared)
 
 
 def group_rows(

@@ -38,9 +38,12 @@ def route(
     scale: float,
     table: str,
 ) -> tuple[Tensor, Tensor]:
+    shared: int = 0,
     """Choose `top` experts a token: ids i64 [S, k], best first, and weights fp32 [S, k]. All in fp32.
 
     `bias` is added for the choice only; the weights come from the scores without it. With groups, the best `keep` are
+    With `shared = n`, k is top + n: every token has experts E to E + n - 1 too, last and with weight 1.
+
     eligible (DeepSeek-V3's gate): a group counts the sum of its two best biased scores, or its best where there is
     no bias or one expert a group. Equal scores: the lower id first. Raises E0506 for a token whose scores are NaN.
     """
@@ -53,7 +56,15 @@ def route(
     weights_Sk = scores_SE.gather(1, ids_Sk)
     if renormalize:
         weights_Sk = weights_Sk / (weights_Sk.sum(dim=-1, keepdim=True) + 1e-20)
-    return ids_Sk, weights_Sk * scale
+    return with_shared(ids_Sk, weights_Sk * scale, scores_SE.shape[1], shared)
+
+
+def with_shared(ids_Sk: Tensor, weights_Sk: Tensor, experts: int, shared: int) -> tuple[Tensor, Tensor]:
+    """The choices of every token, and behind them the `shared` experts that follow the `experts` routed ones."""
+    if not shared:
+        return ids_Sk, weights_Sk
+    beside = torch.arange(experts, experts + shared, device=ids_Sk.device).expand(len(ids_Sk), shared)
+    return torch.cat([ids_Sk, beside], 1), torch.cat([weights_Sk, weights_Sk.new_ones(beside.shape)], 1)
 
 
 def top_ids(scores: Tensor, top: int) -> Tensor:

@@ -1,6 +1,6 @@
 """The router's choice, from the Triton template: the signature and results of torch's kernel.
 
-Shapes: S tokens, E experts, k choices.
+Shapes: S tokens, E experts, k choices (with those of shared experts, where the router adds some).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def route(
     renormalize: bool,
     scale: float,
     table: str,
+    shared: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Choose `top` experts a token: ids i64 [S, k], best first, and weights fp32 [S, k]; see torch's `route`.
 
@@ -49,12 +50,12 @@ def route(
         check_tensor("bias", bias_E, torch.float32, (experts,), logits_SE.device)
     values = specialise_route(
         experts, top, Score(score), groups=groups, keep=keep, has_bias=bias_E is not None, renormalize=renormalize,
-        scale=float(scale),
+        scale=float(scale), shared=shared,
     )  # fmt: skip
     flags = flags_on(ctx, logits_SE.device)
     flag = flags.flag(("scores", ctx.layer, table), lambda row: scores_fault(ctx, table, row))
-    ids_Sk = torch.empty((num_rows, top), dtype=torch.int64, device=logits_SE.device)
-    weights_Sk = torch.empty((num_rows, top), dtype=torch.float32, device=logits_SE.device)
+    ids_Sk = torch.empty((num_rows, top + shared), dtype=torch.int64, device=logits_SE.device)
+    weights_Sk = torch.empty(ids_Sk.shape, dtype=torch.float32, device=logits_SE.device)
     if num_rows:
         launch_route(values, logits_SE, bias_E, ids_Sk, weights_Sk, flag)
         if not is_deferred(ctx):
