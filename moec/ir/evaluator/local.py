@@ -195,8 +195,8 @@ def route(
     renormalize: bool,
     scale: float,
     table: str,
-) -> tuple[Tensor, Tensor]:
     shared: int = 0,
+) -> tuple[Tensor, Tensor]:
     """Row by row: best groups, then best experts in them, ties to the lowest id; weights from unbiased scores.
 
     Then the shared experts, which come behind all others, with weight 1.

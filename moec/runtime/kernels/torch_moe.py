@@ -37,13 +37,13 @@ def route(
     renormalize: bool,
     scale: float,
     table: str,
-) -> tuple[Tensor, Tensor]:
     shared: int = 0,
+) -> tuple[Tensor, Tensor]:
     """Choose `top` experts a token: ids i64 [S, k], best first, and weights fp32 [S, k]. All in fp32.
 
-    `bias` is added for the choice only; the weights come from the scores without it. With groups, the best `keep` are
     With `shared = n`, k is top + n: every token has experts E to E + n - 1 too, last and with weight 1.
 
+    `bias` is added for the choice only; the weights come from the scores without it. With groups, the best `keep` are
     eligible (DeepSeek-V3's gate): a group counts the sum of its two best biased scores, or its best where there is
     no bias or one expert a group. Equal scores: the lower id first. Raises E0506 for a token whose scores are NaN.
     """
