@@ -58,6 +58,7 @@ RESULT_NAMES: dict[str, tuple[str, ...]] = {
     "moe": ("y",),
     "open_rows": ("rows", "ids", "weights"),
     "pair_order": ("order", "wanted"),
+    "paired_experts": ("y",),
     "prefetch.start": ("pending",),
     "prefetch.wait": ("slots",),
     "receive": ("x",),

@@ -33,6 +33,7 @@ from moec.passes.fuse_gate_up import FuseGateUp
 from moec.passes.infer_shapes import InferShapes
 from moec.passes.insert_exchange import InsertExchange
 from moec.passes.join_shared import JoinShared
+from moec.passes.pair_experts import PairExperts
 from moec.passes.place_experts import PlaceExperts
 from moec.passes.place_prefetch import PlacePrefetch
 from moec.passes.plan_memory import PlanMemory
@@ -71,6 +72,7 @@ def pipeline(kernels: str = "torch", stage: int = 0) -> tuple[Pass, ...]:
         JoinShared(prefer=kernels),  # before the next asks how many rows the experts have
         FuseExperts(prefer=kernels),  # what is left of the experts' products
         PlacePrefetch(),  # needs the waits that cache-experts placed
+        PairExperts(prefer=kernels),  # behind the one that leaves rows where they are
         Schedule(),  # once every operation is there
         PlanMemory(),  # last to see sizes: nothing below changes a shape
         ChooseKernels(prefer=kernels),

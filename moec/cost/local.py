@@ -13,7 +13,7 @@ from typing import cast
 from torch import fx
 
 from moec.cost.sizes import Sizes
-from moec.ir.ops.table import WIDTH, base_symbol
+from moec.ir.ops.table import WIDTH, base_symbol, symbol
 from moec.ir.program import Type, op_of, operands, results_of, type_of
 
 Work = tuple[float, float]
@@ -95,6 +95,16 @@ def _reduced_product(sizes: Sizes, node: fx.Node) -> Work:
 
 def _served(sizes: Sizes, node: fx.Node) -> Work:
     """Rows [X, D] by gate, up and down [., I, D] of their experts; what is between the products is in caches."""
+def _paired(sizes: Sizes, node: fx.Node) -> Work:
+    """Rows [R, D] by gate, up and down of each pair's expert; activations [X, I] are written and read."""
+    (x, ids, weights, gate_up, down), made = _types(node)
+    used = 1.0 if sizes.route is None else sizes.active_experts() / sizes.dim(down.shape[0])
+    pairs, inner = sizes.dim(symbol("X", ids.shape[0])), sizes.dim(down.shape[2])
+    flops = 2 * pairs * inner * (2 + 1) * sizes.dim(x.shape[1])
+    activations = 2 * pairs * inner * WIDTH[x.dtype]
+    return flops, _sum(sizes, [x, ids, weights, *made]) + activations + _sum(sizes, [gate_up, down]) * used
+
+
     rows, _, _, gate_up, down = _types(node)[0]
     used = 1.0 if sizes.route is None else sizes.active_experts() / sizes.dim(down.shape[0])
     flops = 2 * _elements(sizes, rows) * (sizes.dim(gate_up.shape[1]) + sizes.dim(down.shape[2]))
@@ -161,5 +171,6 @@ RULES: dict[str, Callable[[Sizes, fx.Node], Work]] = {
     "cached_experts": _served,
     "guess": _guess,
     "attention": _attention,
+    "paired_experts": _paired,
     "mla_attention": _mla_attention,
 }

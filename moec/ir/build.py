@@ -17,6 +17,7 @@ from moec.ir.ops import (  # noqa: F401  (importing them fills the table)
     exchange,
     fused,
     moe,
+    paired,
     pairs,
 )
 from moec.ir.ops.table import OPS, Op

@@ -12,6 +12,9 @@ from moec.layout import Shard, layout
 
 Faults = Iterator[str]
 
+#: Operations that read any of a rank's experts from the one parameter that holds all of them.
+WANTS_ALL = ("grouped_linear", "grouped_gate_up", "gathered_gate_up", "reduced_linear", "paired_experts")
+
 
 def _stage_ends(program: Program) -> Faults:
     """The first stage embeds and the last one gives logits; what lies between is received and sent."""
@@ -67,7 +70,7 @@ def _slots_settled(program: Program) -> Faults:
         yield "the slots of the expert cache are not settled"
     if cache is not None and is_cached(program):
         for body, node in program.nodes():
-            if op_of(node).name in ("grouped_linear", "grouped_gate_up", "gathered_gate_up", "reduced_linear"):
+            if op_of(node).name in WANTS_ALL:
                 yield f"{body.name}: {op_of(node).name} wants all experts, the cache has {cache.slots} slots"
 
 

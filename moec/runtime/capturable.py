@@ -20,7 +20,7 @@ SIZED = {
 #: Operations of which torch's kernel reads on the host what it has found on the device.
 READ_BY_TORCH = {
     *("route", "group_rows", "group_pairs", "reduce_rows", "grouped_linear", "grouped_gate_up"),
-    *("gathered_gate_up", "reduced_linear"),
+    *("gathered_gate_up", "reduced_linear", "paired_experts"),
 }
 #: Changes of view that learn from other dp ranks how many rows each has: where experts are cut wider than attention.
 ASKING = (("gather", "experts"), ("slice", "attention"))

@@ -28,8 +28,17 @@ def reduced_linear(
     return reduce_rows(ctx, grouped_linear(ctx, rows, offsets, w), pairs, weights, table)
 
 
+def paired_experts(
+    ctx: Context, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, table: str, **attrs: Any
+) -> Tensor:
+    rows, offsets, pairs = group_rows(ctx, x, ids, table)
+    act = grouped_gate_up(ctx, rows, offsets, gate_up)
+    return reduced_linear(ctx, act, offsets, down, pairs, weights, table)
+
+
 FUSED: dict[str, Callable[..., Any]] = {
     "group_pairs": group_pairs,
     "gathered_gate_up": gathered_gate_up,
     "reduced_linear": reduced_linear,
+    "paired_experts": paired_experts,
 }

@@ -176,7 +176,7 @@ class Reference:
             result = LOCAL[op.name](context, *(a[rank] for a in args), **attrs)
             return result if isinstance(result, tuple) else (result,)
 
-        own_rank = op.name in ("group_rows", "group_pairs")  # what asks where it is
+        own_rank = op.name in ("group_rows", "group_pairs", "paired_experts")  # what asks where it is
         per_rank = self.once(lambda rank: rank if own_rank else tuple(id(a[rank]) for a in args), give)
         return [list(column) for column in zip(*per_rank, strict=True)]
 

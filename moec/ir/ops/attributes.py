@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ def _is_index(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _is_yarn(value: Any) -> bool:
@@ -52,10 +53,12 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "pairs": ("halves or interleaved", _one_of("halves", "interleaved")),
     "parts": ("a count", _is_count),
     "renormalize": ("true or false", lambda value: isinstance(value, bool)),
+    "rows": ("a count", _is_count),
     "scale": ("a number", _is_number),
     "score": ("softmax or sigmoid", _one_of("softmax", "sigmoid")),
     "shared": ("a count", _is_count),
     "sizes": ("two counts", lambda value: isinstance(value, tuple) and len(value) == 2 and all(map(_is_count, value))),
+    "sums": ("fixed or any", _one_of("fixed", "any")),
     "table": ("a table's name", lambda value: isinstance(value, str)),
     "theta": ("a number", _is_number),
     "to": ("experts or attention", _one_of("experts", "attention")),

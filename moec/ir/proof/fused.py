@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from moec.ir.proof.local import Symbolic, experts_of, grouped_gate_up, grouped_linear, pairs_of, reduce_rows, start_work
+from typing import Any
+
+from moec.ir.proof.local import (
+    Symbolic,
+    experts_of,
+    group_rows,
+    grouped_gate_up,
+    grouped_linear,
+    pairs_of,
+    reduce_rows,
+    start_work,
+)
 from moec.ir.proof.rank import Here
 from moec.ir.proof.rows import Column, require
 
@@ -34,8 +45,17 @@ def reduced_linear(
     return reduce_rows(here, given, pairs, weights, table)
 
 
+def paired_experts(
+    here: Here, x: Column, ids: Column, weights: Column, gate_up: Column, down: Column, table: str, **attrs: Any
+) -> tuple[Column]:
+    rows, offsets, pairs = group_rows(here, x, ids, table)
+    (act,) = grouped_gate_up(here, rows, offsets, gate_up)
+    return reduced_linear(here, act, offsets, down, pairs, weights, table)
+
+
 FUSED: dict[str, Symbolic] = {
     "group_pairs": Symbolic(group_pairs, ("ids",), ("numbers", "numbers")),
     "gathered_gate_up": Symbolic(gathered_gate_up, ("rows", "numbers", "numbers", "param"), ("rows",)),
     "reduced_linear": Symbolic(reduced_linear, ("rows", "numbers", "param", "numbers", "weights"), ("rows",)),
+    "paired_experts": Symbolic(paired_experts, ("rows", "ids", "weights", "param", "param"), ("rows",)),
 }

@@ -155,7 +155,8 @@ def check_served(run: Execution) -> None:
 
 
 def _groups(node: fx.Node) -> bool:
-    return any(is_op(maker) and op_of(maker).name in ("group_rows", "group_pairs") for maker in node.all_input_nodes)
+    makers = [maker for maker in (node, *node.all_input_nodes) if is_op(maker)]
+    return any(op_of(maker).name in ("group_rows", "group_pairs", "paired_experts") for maker in makers)
 
 
 def _times(ranks: list[int]) -> str:

@@ -40,7 +40,11 @@ def check_collectives(program: Program, body: Body) -> Faults:
 
 
 #: Operations that read gate and up from one parameter, which operand that is, and the dim along which it joins them.
-JOINED = {"gate_up": (1, 0), "grouped_gate_up": (2, 1), "gathered_gate_up": (3, 1), "cached_experts": (3, 1)}
+JOINED = {
+    "gate_up": (1, 0),
+    "grouped_gate_up": (2, 1),
+    **dict.fromkeys(("gathered_gate_up", "paired_experts", "cached_experts"), (3, 1)),
+}
 
 
 def check_joined(program: Program, body: Body) -> Faults:

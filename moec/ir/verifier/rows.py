@@ -60,6 +60,14 @@ def _gathered_faults(node: fx.Node) -> Faults:
         yield f"gathered_gate_up takes rows of {node.kwargs['top']} choices each, they have other ones"
 
 
+def _paired_faults(node: fx.Node) -> Faults:
+    x, ids, weights = operands(node)[:3]
+    if not _together(x, ids):
+        yield "paired_experts takes rows and ids that did not come together"
+    elif not _belong(ids, weights):
+        yield "paired_experts weighs with other weights than those that came with its ids"
+
+
 def _cached_faults(node: fx.Node) -> Faults:
     _, offsets, slots = operands(node)[:3]
     yield from _grouped_faults(node)
@@ -173,6 +181,7 @@ RULES: dict[str, Callable[[fx.Node], Faults]] = {
     "grouped_gate_up": _grouped_faults,
     "gathered_gate_up": _gathered_faults,
     "reduced_linear": _reduced_faults,
+    "paired_experts": _paired_faults,
     "cached_experts": _cached_faults,
     "return_rows": _return_faults,
     "reduce_rows": _reduce_faults,
@@ -248,6 +257,8 @@ def _start(value: object, name: str) -> fx.Node | None:
         elif kind in ("reduce_rows", "return_rows", "reduced_linear"):
             grouped = _grouping(maker.args[3 if kind == "reduced_linear" else 1], "pairs")
             value = grouped.args[-1] if grouped is not None else None  # ids, which came with the rows
+        elif kind == "paired_experts":
+            value = maker.args[1]
         else:
             value = maker.args[0] if maker.args else None
     return maker

@@ -30,6 +30,7 @@ from moec.runtime.kernels import (
     torch_pairs,
     torch_rope,
     triton_fused,
+    triton_pairs,
     triton_products,
     triton_route,
     triton_rows,
@@ -53,7 +54,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
         **_named(torch_exchange, "chunk_rows", "join_rows", "fan_out", "open_rows", "fan_in"),
         **_named(torch_pairs, "group_rows", "reduce_rows", "return_rows", "count_pairs", "pair_order"),
         **_named(torch_pairs, "combine"),
-        **_named(torch_fused, "group_pairs", "gathered_gate_up", "reduced_linear"),
+        **_named(torch_fused, "group_pairs", "gathered_gate_up", "reduced_linear", "paired_experts"),
         **_named(collectives, "exchange_counts", "all_to_all_start", "all_to_all_wait", "exchange_sizes"),
         **_named(collectives, "all_gather_rows", "reduce_scatter_rows", "all_reduce", "all_gather", "relayout"),
         **_named(collectives, "send", "receive", "sum_counts"),
@@ -64,6 +65,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
         **_named(triton_rows, "group_rows", "reduce_rows", "combine"),
         **_named(triton_products, "grouped_gate_up", "grouped_linear"),
         **_named(triton_fused, "group_pairs", "gathered_gate_up", "reduced_linear"),
+        **_named(triton_pairs, "paired_experts"),
     },
 }
 # Torch's serve where there is no library; `kernels_for` puts those of the plan's library in their place.
@@ -78,6 +80,7 @@ TIMED = {
     "grouped_linear": "experts",
     "gathered_gate_up": "experts",
     "reduced_linear": "experts",
+    "paired_experts": "experts",
     "cached_experts": "experts",
 }
 

@@ -30,3 +30,21 @@ def reduced_linear(
 ) -> Tensor:
     """`grouped_linear`, each result times its pair's weight and added to its row: [R, D]."""
     return reduce_rows(ctx, grouped_linear(ctx, rows_XI, offsets_M, w_MDI), pairs_X, weights_Rk, table=table)
+
+
+def paired_experts(
+    ctx: Context,
+    rows_RD: Tensor,
+    ids_Rk: Tensor,
+    weights_Rk: Tensor,
+    gate_up_MGD: Tensor,
+    down_MDI: Tensor,
+    *,
+    table: str,
+    rows: int,
+    sums: str,
+) -> Tensor:
+    """A layer's experts on its rows, sorted whatever their number, and summed in order: [R, D]."""
+    rows_XD, offsets_M, pairs_X = group_rows(ctx, rows_RD, ids_Rk, table=table)
+    act_XI = grouped_gate_up(ctx, rows_XD, offsets_M, gate_up_MGD)
+    return reduced_linear(ctx, act_XI, offsets_M, down_MDI, pairs_X, weights_Rk, table=table)
