@@ -47,6 +47,7 @@ from moec.passes.split_tokens import SplitTokens
 from moec.plan.cache import CacheTables, cache_document, with_learned
 from moec.plan.document import plan_document
 from moec.plan.exchange import ExchangeTables
+from moec.plan.shared import SharedTables
 from moec.plan.trace import PlanTrace, open_trace
 from moec.semantics.checker import check
 from moec.weights_path import find_weights
@@ -71,8 +72,8 @@ def pipeline(kernels: str = "torch", stage: int = 0) -> tuple[Pass, ...]:
         CacheExperts(),  # once an expert's products are two
         JoinShared(prefer=kernels),  # before the next asks how many rows the experts have
         FuseExperts(prefer=kernels),  # what is left of the experts' products
-        PlacePrefetch(),  # needs the waits that cache-experts placed
         PairExperts(prefer=kernels),  # behind the one that leaves rows where they are
+        PlacePrefetch(),  # needs the waits that cache-experts placed
         Schedule(),  # once every operation is there
         PlanMemory(),  # last to see sizes: nothing below changes a shape
         ChooseKernels(prefer=kernels),
@@ -100,8 +101,8 @@ def compile(
     chosen, source = checked_plan(path, plan, overrides)
     traced = routing_of(chosen, trace)
     prefer = "triton" if target != "cpu" else kernels
-    exchanges, caches = ExchangeTables(chosen), CacheTables()
-    watching: list[Observer] = [*observers, exchanges, caches]
+    exchanges, caches, shared = ExchangeTables(chosen), CacheTables(), SharedTables()
+    watching: list[Observer] = [*observers, exchanges, caches, shared]
     stages = [
         {phase: compile_phase(chosen, phase, source.name, prefer, watching, None, stage, traced) for phase in PHASES}
         for stage in range(chosen.mesh.pp)
@@ -111,7 +112,8 @@ def compile(
     fingerprint = open_checkpoint(folder).fingerprint if folder is not None and has_weights(folder) else None
     made = compile_kernels(programs, target, measure)
     cache = cache_document(chosen, stages, caches.found, target, path.parent)
-    document = plan_document(chosen, stages, exchanges.found, target, made.entries, fingerprint, traced, cache)
+    found = exchanges.found, shared.found
+    document = plan_document(chosen, stages, *found, target, made.entries, fingerprint, traced, cache)
     modules = {f"{name_of(program)}.py": render_phase(program) for program in programs}
     modules |= {f"kernels/{name_of(p)}.cpp": render_cpp(k) for p in programs if (k := kernels_of(p)) is not None}
     pairs = tuple((stage["prefill"], stage["decode"]) for stage in stages)

@@ -127,6 +127,8 @@ def _phases(document: dict[str, Any]) -> Iterator[str]:
 def _run(phase: dict[str, Any], run: dict[str, Any]) -> Iterator[str]:
     """One body: how long it takes once, and what it sends."""
     yield f"  {run['body']}{_layers(run['layers'])}: {_time(phase['us'][run['body']])}"
+    if (why := phase["shared"].get(run["body"])) is not None:
+        yield f"    shared experts {f'by themselves: {why}' if why else 'in the products of the routed ones'}"
     yield from (f"    {_traffic(t)}" for t in phase["traffic"] if t["body"] == run["body"])
 
 

@@ -22,6 +22,7 @@ def plan_document(
     plan: Plan,
     stages: Sequence[Mapping[str, Program]],
     exchanges: Mapping[tuple[str, int], Any],
+    shared: Mapping[tuple[str, int], dict[str, str]],
     target: str,
     kernels: list[dict[str, Any]],
     fingerprint: Fingerprint | None,
@@ -31,8 +32,8 @@ def plan_document(
     """The document: names, degrees, mathematics, parameters, memory per rank and, by phase, exchange, time and traffic.
 
     `stages`: the programs of each pipeline stage by phase. `exchanges`: tables of `moec.plan.exchange` by phase
-    and stage. `trace`: whose routing the costs are counted over, None: random routing. `cache`: the section that
-    `moec.plan.cache` makes.
+    and stage; `shared`: what `moec.plan.shared` found, likewise. `trace`: whose routing the costs are counted over,
+    None: random routing. `cache`: the section that `moec.plan.cache` makes.
     """
     first = stages[0]["prefill"]
     programs = [program for stage in stages for program in stage.values()]
@@ -59,12 +60,17 @@ def plan_document(
         "placement": {table: [list(held) for held in p.slots] for table, p in placements.items()},
         "target": target,
         "kernels": kernels,
-        "phases": {phase_name(program): _phase(program, exchanges, plan) for program in programs},
+        "phases": {phase_name(program): _phase(program, exchanges, shared, plan) for program in programs},
         "memory": [entry for stage in stages for entry in _memory(stage)],
     }
 
 
-def _phase(program: Program, exchanges: Mapping[tuple[str, int], Any], plan: Plan) -> dict[str, Any]:
+def _phase(
+    program: Program,
+    exchanges: Mapping[tuple[str, int], Any],
+    shared: Mapping[tuple[str, int], dict[str, str]],
+    plan: Plan,
+) -> dict[str, Any]:
     costs = list(node_costs(program))
     is_exchanging = program.mesh.ep > 1 and bool(program.experts)
     asked = (plan.prefill if program.phase == "prefill" else plan.decode).overlap
@@ -77,6 +83,7 @@ def _phase(program: Program, exchanges: Mapping[tuple[str, int], Any], plan: Pla
         "exchange": program.exchange if is_exchanging else "none",
         "combine": program.combine if is_exchanging else "none",
         "sums": program.sums,
+        "shared": shared[program.phase, program.stage],
         "exchanges": exchanges.get((program.phase, program.stage)) if is_exchanging else None,
         "runs": [
             {"body": run.body, "layers": [run.layers.start, run.layers.stop - 1] if run.layers else None}
