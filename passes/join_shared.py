@@ -103,16 +103,15 @@ def _find(program: Program, body: Body) -> Sparse:
     route = _only("route", *ids.all_input_nodes)
     _require(_source(rows) is operands(first)[0], OTHER_ROWS)
     _require(_reduced(program, moved) == _reduced(program, shared), "they are cut over other ranks")
-    is_plain = all(len(operands(node)) == 3 and _dtype(body, node) == _dtype(body, second) for node in (gate_up, down))
-    _require(is_plain, f"they are {_dtype(body, second)}, the routed ones are not")
+    mine, theirs = _weights(body, second, 1).dtype, _weights(body, down, 2).dtype
+    _require(mine == theirs, f"they are {mine}, the routed ones {theirs}")
     inner, width = (int(str(type_of(node).shape[-1])) for node in (gate_up, first))
     _require(width % inner == 0, f"they are {width} wide on a rank, which is no multiple of {inner}")
     return Sparse(route, group, gate_up, down, reduce, routed, (*reversed(shared), first), total, width // inner)
 
 
-def _dtype(body: Body, product: fx.Node) -> str:
-    """Of a product's weights."""
-    return body.params[str(operands(product)[-1].target)].dtype
+def _weights(body: Body, product: fx.Node, index: int) -> Param:
+    return body.params[str(operands(product)[index].target)]
 
 
 def _require(holds: bool, why: str) -> None:
@@ -169,7 +168,7 @@ def _join(program: Program, body: Body, found: Sparse) -> None:
         node.kwargs = {**node.kwargs, "table": table}
     found.route.kwargs = {**found.route.kwargs, "shared": found.count}
     for product, name, dim in ((found.gate_up, "shared.gate_up", 0), (found.down, "shared.down", 1)):
-        param = str(operands(product)[-1].target)
+        param = str(operands(product)[2].target)
         body.params[param] = _with_shared(body.params[param], body.params[name], found.count, dim)
     found.total.replace_all_uses_with(found.routed)
     for node in (found.total, *found.shared):
