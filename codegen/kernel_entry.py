@@ -11,6 +11,7 @@ from moec.codegen.kernel_cost import GemmCost, match_loops
 from moec.codegen.kernel_select import Choice, describe
 from moec.codegen.kernel_store import Compiled
 from moec.codegen.layer_cost import RowsCost
+from moec.codegen.pair_product import PairProduct
 from moec.codegen.targets import find_target
 
 
@@ -42,6 +43,28 @@ def gemm_entry(choice: Choice, device: Device, rows_per_expert: int) -> dict[str
         "fallback": values.fallback.text,
         "selection": {"candidates": choice.candidates, "compiled": choice.compiled, "times": dict(choice.times)},
         "tuned_us": min((us for _, us in choice.times), default=None),
+    }
+
+
+def pair_entry(values: PairProduct, kernel: Compiled, cost: GemmCost, device: Device) -> dict[str, Any]:
+    """A product of pairs, costed; its loop multiplies no matrices."""
+    assert cost.occupancy is not None
+    usage = _usage((kernel,), cost.occupancy, device)
+    limit = usage["shared_limit"]
+    over = f"asks for {kernel.report.shared_bytes} of {limit} bytes of shared memory"
+    spilled = f"spills {kernel.code.spills} registers"
+    return {
+        **usage,
+        "launches": 1,
+        "form": "pointer",
+        "tiles": f"{values.block_pairs} pairs x {values.columns} x {values.step}, {values.stages} stages",
+        "matrix": [],
+        "bytes": {"moved": round(cost.traffic.moved), "minimum": round(cost.traffic.minimum)},
+        "rows": {"useful": cost.useful_rows, "padded": cost.padded_rows, "tiles": cost.tiles},
+        "us": _times(cost),
+        "fallback": spilled if kernel.code.spills else over if kernel.report.shared_bytes > limit else "",
+        "selection": None,
+        "tuned_us": None,
     }
 
 

@@ -19,14 +19,14 @@ from typing import Any
 
 from moec.codegen.machine_code import MachineCode, read_cubin
 from moec.codegen.machine_code_amd import read_amdgcn
-from moec.codegen.machine_loops import MatrixLoop, MatrixOp
+from moec.codegen.machine_loops import MatrixLoop, MatrixOp, ReadingLoop
 from moec.codegen.offline import FP_FUSION, Launch, Report, Signature, compile_kernel
 from moec.codegen.targets import Target
 from moec.diagnostics import MoecError
 from moec.files import cache_folder, write_whole
 
 #: Raised when what is kept, or how it is read from machine code, changes.
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ def _read(place: Path) -> Compiled | None:
 
 def _code(kept: Mapping[str, Any]) -> MachineCode:
     loops = tuple(_loop(loop) for loop in kept["loops"])
-    return MachineCode(**{**kept, "loops": loops, "loads": _pairs(kept["loads"])})
+    reading = None if kept["reading"] is None else ReadingLoop(**kept["reading"])
+    return MachineCode(**{**kept, "loops": loops, "loads": _pairs(kept["loads"]), "reading": reading})
 
 
 def _loop(kept: Mapping[str, Any]) -> MatrixLoop:

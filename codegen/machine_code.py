@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from moec.codegen.machine_loops import LOADS, Instruction, MatrixLoop, MatrixOp, matrix_loops
+from moec.codegen.machine_loops import LOADS, Instruction, MatrixLoop, MatrixOp, ReadingLoop, matrix_loops, reading_loop
 from moec.diagnostics import fail
 
 #: Matrix instructions of SASS: of warps, of warp groups (sm_90) and of a block's tensor memory (sm_100).
@@ -32,7 +32,8 @@ class MachineCode:
     """What a compiled kernel uses. `spills` counts instructions that store or load spilled registers, per thread.
 
     `static_shared` bytes come on top of what a launch asks for. `loads` are all loads of the text by kind.
-    `accumulators` are AMD's accumulation registers, part of `registers`.
+    `accumulators` are AMD's accumulation registers, part of `registers`. `reading` is the loop of a kernel that
+    multiplies no matrices.
     """
 
     registers: int
@@ -42,6 +43,7 @@ class MachineCode:
     loads: tuple[tuple[str, int], ...]
     loops: tuple[MatrixLoop, ...]
     accumulators: int = 0
+    reading: ReadingLoop | None = None
 
     def loads_by(self, kind: str) -> int:
         return dict(self.loads).get(kind, 0)
@@ -66,7 +68,9 @@ def machine_code(
     """The figures of a list of instructions, and what else is known of it."""
     counts = Counter(one.load for one in code if one.load is not None)
     loads = tuple((kind, counts[kind]) for kind in LOADS if counts[kind])
-    return MachineCode(registers, spills, static_shared, len(code), loads, matrix_loops(code), accumulators)
+    loops = matrix_loops(code)
+    reading = None if loops else reading_loop(code)
+    return MachineCode(registers, spills, static_shared, len(code), loads, loops, accumulators, reading)
 
 
 def parse_sass(text: str) -> list[Instruction]:

@@ -8,7 +8,7 @@ of published comparisons of MoE kernels by "issue slots per wgmma", so the numbe
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 #: Kinds of loads from global memory: by tensor descriptor, asynchronous copies to shared memory, through registers.
@@ -61,6 +61,14 @@ class MatrixLoop:
 
 
 @dataclass(frozen=True)
+class ReadingLoop:
+    """A loop that loads and multiplies no matrices: `slots` instructions on its shortest way by all `loads` loads."""
+
+    slots: int
+    loads: int
+
+
+@dataclass(frozen=True)
 class _Loop:
     """Addresses [start, end] of a backward jump, and the positions of the instructions on its hot path."""
 
@@ -73,21 +81,38 @@ class _Loop:
 def matrix_loops(code: Sequence[Instruction]) -> tuple[MatrixLoop, ...]:
     """Every innermost loop with matrix instructions, in the order of the code."""
     index = {one.address: i for i, one in enumerate(code)}
-    jumps = sorted(
-        (one.address - one.target, one.target, one.address)
-        for one in code
-        if one.target is not None and one.target <= one.address and one.target in index
-    )
+    jumps = _jumps_back(code, index)
     found: list[_Loop] = []
-    for _, start, end in jumps:  # the shortest first: a wait that jumps back into a loop spans more than the loop
+    for start, end in jumps:  # the shortest first: a wait that jumps back into a loop spans more than the loop
         if any(start <= loop.end and loop.start <= end for loop in found):
             continue
         if (loop := _hot_loop(code, index, start, end)) is not None:
             found.append(loop)
-    spans = [(start, end) for _, start, end in jumps]
     inside = {i for loop in found for i in range(index[loop.start], index[loop.end] + 1)}
     in_order = sorted(found, key=lambda loop: loop.start)
-    return tuple(_matrix_loop(code, loop, _around(code, index, loop, spans, inside)) for loop in in_order)
+    return tuple(_matrix_loop(code, loop, _around(code, index, loop, jumps, inside)) for loop in in_order)
+
+
+def reading_loop(code: Sequence[Instruction]) -> ReadingLoop | None:
+    """The innermost loop with most loads and no matrix instructions, None where there is no such loop."""
+    index = {one.address: i for i, one in enumerate(code)}
+    found: list[tuple[int, int, ReadingLoop]] = []
+    for start, end in _jumps_back(code, index):
+        if any(start <= last and first <= end for first, last, _ in found):
+            continue
+        body = range(index[start], index[end] + 1)
+        loads = [i for i in body if code[i].load is not None]
+        if not loads or any(code[i].matrix is not None for i in body):
+            continue
+        if (path := _through(code, index, (start, end), loads)) is not None:
+            found.append((start, end, ReadingLoop(len(path), len(loads))))
+    return max((loop for _, _, loop in found), key=lambda loop: loop.loads, default=None)
+
+
+def _jumps_back(code: Sequence[Instruction], index: Mapping[int, int]) -> list[tuple[int, int]]:
+    """(target, address) of all jumps back, the shortest first."""
+    jumps = [(one.target, one.address) for one in code if one.target is not None and one.target <= one.address]
+    return sorted((jump for jump in jumps if jump[0] in index), key=lambda jump: (jump[1] - jump[0], *jump))
 
 
 def _hot_loop(code: Sequence[Instruction], index: dict[int, int], start: int, end: int) -> _Loop | None:

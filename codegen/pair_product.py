@@ -1,9 +1,9 @@
 """Values of the kernels for steps of a few tokens: each pair of a row and an expert is multiplied for itself.
 
 Nothing is sorted. `pair_gate_up` gives a pair's activations, `pair_down` a row's sum over its pairs, in fp32 and in a
-fixed order, so a layer is two launches behind its router. They multiply on the plain units: one row for each expert
-takes four operations for every two bytes of weights at most. An expert that several rows chose is read for each of them, from
-the L2 cache but for the first time; up to how many rows that pays is for the compiler to say (`moec.cost.pairs`).
+fixed order, so a layer is two launches behind its router. They multiply on the plain units, which one row for each
+expert leaves idle most of the time. An expert that several rows chose is read for each of them, from the L2 cache but
+for the first time; up to how many rows that pays is for the compiler to say (`moec.cost.pairs`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moec.codegen.targets import Dtype, Target, find_target
 from moec.codegen.tiles import power_of_two
 from moec.diagnostics import fail
 
-#: Bytes of a line of weights that a warp of 32 lanes reads at once, 16 a lane; and lines that four warps read in a step.
+#: Bytes of a line that a warp of 32 lanes reads at once, 16 a lane; and lines that four warps read in a step.
 LINE_BYTES, LINES = 512, 32
 #: Pairs of a row that are multiplied at once.
 MOST_PAIRS = 8
@@ -97,6 +97,19 @@ class PairProduct:
     def step_bytes(self) -> int:
         """Weights of a step."""
         return self.op.sides * self.block_pairs * self.columns * self.step * self.dtype.num_bytes
+
+    @property
+    def step_loads(self) -> int:
+        """Loads of a thread in a step: weights, and the rows that they are multiplied with."""
+        lanes = self.warps * 32
+        line = self.depth * self.dtype.num_bytes
+        widest = next(size for size in (16, 8, 4, 2) if line % size == 0)  # lines begin at multiples of it
+        return sum(max(1, num_bytes // (lanes * widest)) for num_bytes in (self.step_bytes, self.row_bytes))
+
+    @property
+    def row_bytes(self) -> int:
+        """Rows of a step."""
+        return self.block_pairs * self.step * self.dtype.num_bytes
 
     @property
     def kernel(self) -> str:

@@ -13,7 +13,7 @@ from moec.codegen.expected_rows import Rows
 from moec.codegen.gemm_source import grouped_gemm_signature, render_grouped_gemm
 from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, Store, specialise
 from moec.codegen.kernel_candidates import candidates
-from moec.codegen.kernel_entry import gemm_entry, rows_entry
+from moec.codegen.kernel_entry import gemm_entry, pair_entry, rows_entry
 from moec.codegen.kernel_moves import Moves, Moving, compile_moving, moving_cost, render_moving
 from moec.codegen.kernel_route import Score, specialise_route
 from moec.codegen.kernel_rows import specialise_group, specialise_reduce
@@ -21,10 +21,12 @@ from moec.codegen.kernel_select import Choice, select
 from moec.codegen.kernel_store import Compiled, compiled
 from moec.codegen.kernel_tune import Measure, tune
 from moec.codegen.offline import Launch
+from moec.codegen.pair_cost import pair_cost
+from moec.codegen.pair_product import PairProduct, compile_pairs, render_pairs, specialise_pairs
 from moec.codegen.renderer import Comment
 from moec.codegen.targets import Target, find_target
 from moec.compiler_uses import Use, device_of, uses
-from moec.ir.program import Program
+from moec.ir.program import Program, op_of
 
 #: Operations that grouped GEMM kernels serve: (projection, where rows come from, what becomes of results).
 GEMMS = {
@@ -33,8 +35,13 @@ GEMMS = {
     "grouped_linear": (Projection.DOWN, RowSource.SORTED, Store.PLAIN),
     "reduced_linear": (Projection.DOWN, RowSource.SORTED, Store.ACCUMULATED),
 }
+#: Parts of `paired_experts` that multiply pair by pair.
+PAIRED = {"pair_gate_up": Projection.GATE_UP, "pair_down": Projection.DOWN}
 #: Kernels that are the only one of their text.
-ALONE = ("grouped_gemm", "route")
+ALONE = ("grouped_gemm", "route", *PAIRED)
+
+
+Values = GroupedGemm | PairProduct | Moving
 
 
 @dataclass
@@ -45,11 +52,9 @@ class Kernels:
     binaries: dict[str, bytes] = field(default_factory=dict)
     entries: list[dict[str, Any]] = field(default_factory=list)
     _comments: dict[str, list[Comment]] = field(default_factory=dict)
-    _values: dict[str, GroupedGemm | Moving] = field(default_factory=dict)
+    _values: dict[str, Values] = field(default_factory=dict)
 
-    def add(
-        self, use: Use, values: GroupedGemm | Moving, made: list[tuple[str, Compiled]], entry: dict[str, Any]
-    ) -> None:
+    def add(self, use: Use, values: Values, made: list[tuple[str, Compiled]], entry: dict[str, Any]) -> None:
         """A kernel that serves `use`, made of `values`; one that serves several is kept once."""
         name = self._name(values)
         self._values[name] = values
@@ -63,7 +68,7 @@ class Kernels:
             self.binaries[f"{stem}.{code}"] = result.report.binary
         self.entries.append(_heading(use, name) | entry)
 
-    def _name(self, values: GroupedGemm | Moving) -> str:
+    def _name(self, values: Values) -> str:
         """The name of the values, numbered where others of that name differ in their tiles."""
         number, name = 1, values.name
         while self._values.get(name, values) != values:
@@ -77,7 +82,7 @@ def _heading(use: Use, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "op": use.op,
-        "phase": use.program.phase if use.program.mesh.pp == 1 else f"{use.program.phase}_{use.program.stage}",
+        "phase": use.phase,
         "body": use.body.name,
         "layers": len(layers),
         "tokens": use.load.routed,
@@ -85,10 +90,12 @@ def _heading(use: Use, name: str) -> dict[str, Any]:
     }
 
 
-def render_kernel(values: GroupedGemm | Moving, comments: Iterable[Comment] = ()) -> str:
+def render_kernel(values: Values, comments: Iterable[Comment] = ()) -> str:
     """The text of a kernel, with the `.moe` lines it serves."""
     if isinstance(values, GroupedGemm):
         return render_grouped_gemm(values, comments)
+    if isinstance(values, PairProduct):
+        return render_pairs(values, comments)
     return render_moving(values, comments)
 
 
@@ -106,6 +113,8 @@ def compile_kernels(programs: Iterable[Program], target: str, measure: Measure |
         for use in uses(program):
             if use.op in GEMMS:
                 _add_gemm(kernels, use, find_target(target), chosen)
+            elif use.op in PAIRED:
+                _add_pairs(kernels, use, find_target(target))
             else:
                 _add_moving(kernels, use, find_target(target))
     return kernels
@@ -169,7 +178,29 @@ def _held(use: Use) -> list[int]:
 
 def _weights_at(use: Use) -> int:
     """Place of the weights among the operation's operands."""
+    if op_of(use.node).name == "paired_experts":
+        return 3 if use.op in ("gathered_gate_up", "pair_gate_up") else 4
     return 3 if use.op == "gathered_gate_up" else 2
+
+
+def _add_pairs(kernels: Kernels, use: Use, target: Target) -> None:
+    """A product of pairs, for each number of experts that a rank may hold."""
+    device, load = device_of(use.program, target), use.load
+    for held in _held(use):
+        values = pair_product(use, target, held)
+        made = compile_pairs(values)
+        shared = made.report.shared_bytes
+        cost = pair_cost(values, np.resize(load.rows, held), load.tokens, device, made.code, shared)
+        kernels.add(use, values, [(values.kernel, made)], pair_entry(values, made, cost, device))
+
+
+def pair_product(use: Use, target: Target, held: int | None = None) -> PairProduct:
+    """The kernel of a product of pairs, where a rank holds `held` experts."""
+    _, hidden, inner = use.shape(4)
+    return specialise_pairs(
+        PAIRED[use.op], int(hidden), int(inner), use.load.experts, held or _held(use)[-1], use.load.top, use.dtype,
+        target,
+    )  # fmt: skip
 
 
 def _add_moving(kernels: Kernels, use: Use, target: Target) -> None:

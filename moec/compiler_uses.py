@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import fx
@@ -11,8 +11,8 @@ from torch import fx
 from moec.codegen.devices import Device, device_for
 from moec.codegen.expected_rows import Rows, random_rows, spread
 from moec.codegen.targets import Dtype, Target
-from moec.cost.sizes import Sizes, sizes_of
-from moec.ir.program import Body, Program, loc_of, op_of, operands, type_of
+from moec.cost.sizes import Sizes, sizes_of, with_tokens
+from moec.ir.program import Body, Program, is_op, loc_of, op_of, operands, type_of
 from moec.routing import TracedRouting, WithShared
 
 
@@ -34,16 +34,27 @@ class Load:
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """One operation that a Triton kernel serves."""
+    """One operation that a Triton kernel serves, or with `part` one of those that it stands for.
+
+    `is_few`: of a step of so few rows that its pairs are multiplied one by one, where a full step has more.
+    """
 
     program: Program
     body: Body
     node: fx.Node
     load: Load
+    part: str = ""
+    is_few: bool = False
 
     @property
     def op(self) -> str:
-        return op_of(self.node).name
+        return self.part or op_of(self.node).name
+
+    @property
+    def phase(self) -> str:
+        """`decode`; `decode_1` of a stage, `decode_few` of steps of few rows."""
+        stage = f"_{self.program.stage}" if self.program.mesh.pp > 1 else ""
+        return f"{self.program.phase}{stage}{'_few' if self.is_few else ''}"
 
     @property
     def dtype(self) -> Dtype:
@@ -68,7 +79,30 @@ def uses(program: Program) -> Iterator[Use]:
             continue
         if body.name not in loads:
             loads[body.name] = load_of(sizes_of(program, body))
-        yield Use(program, body, node, loads[body.name])
+        use = Use(program, body, node, loads[body.name])
+        yield from [use] if use.op != "paired_experts" else _parts(use)
+
+
+#: What `paired_experts` launches for few rows; for more, by how sums may be added.
+PAIRS = ("pair_gate_up", "pair_down")
+SORTED = {
+    "fixed": ("group_pairs", "gathered_gate_up", "grouped_linear", "reduce_rows"),
+    "any": ("group_pairs", "gathered_gate_up", "reduced_linear"),
+}
+
+
+def _parts(use: Use) -> Iterator[Use]:
+    """What a full step launches, and where that sorts, what the largest step does that has few rows, routing too."""
+    few = int(str(use.node.kwargs["rows"]))
+    if use.load.tokens <= few:
+        yield from (replace(use, part=part) for part in PAIRS)
+        return
+    yield from (replace(use, part=part) for part in SORTED[str(use.node.kwargs["sums"])])
+    tokens = max(1, few * use.program.tokens // use.load.tokens)
+    load = load_of(with_tokens(sizes_of(use.program, use.body), tokens))
+    routes = [n for n in use.body.graph.nodes if is_op(n) and op_of(n).name == "route"]
+    yield from (replace(use, node=node, load=load, is_few=True) for node in routes)
+    yield from (replace(use, load=load, part=part, is_few=True) for part in PAIRS)
 
 
 def load_of(sizes: Sizes) -> Load:
@@ -94,7 +128,7 @@ def load_of(sizes: Sizes) -> Load:
 
 def _sorting(body: Body) -> list[fx.Node]:
     """Operations that bring rows to their experts."""
-    names = ("group_rows", "group_pairs")
+    names = ("group_rows", "group_pairs", "paired_experts")
     return [n for n in body.graph.nodes if n.op == "call_function" and getattr(n.target, "name", "") in names]
 
 

@@ -61,7 +61,7 @@ def _pair(program: Program, body: Body, gate_up: fx.Node) -> None:
 
 
 def _chain(gate_up: fx.Node, group: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """What reads the activations of sorted pairs: the down product, and what sums its rows, itself or the next operation.
+    """What reads activations of sorted pairs: the down product, and what sums its rows, itself or the next operation.
 
     None where anything else reads what `group` or one of these gives, or where down's weights have scales.
     """

@@ -1,4 +1,4 @@
-"""Up to how many rows a step's experts are multiplied pair by pair, in two launches, rather than sorted in four or five.
+"""Up to how many rows a step's experts are multiplied pair by pair, in two launches, and not sorted in four or five.
 
 What sorting saves is to read an expert once for all of its rows. Multiplied one by one, pairs of the same expert run at
 the same time: all but the first read its weights out of the L2 cache, which gives more bytes a second than memory. So
