@@ -17,8 +17,9 @@ from moec.diagnostics import fail
 
 #: Bytes that a warp of 32 lanes moves at once.
 WARP_BYTES = 512
-#: Choices up to which the loop over them is unrolled: what does not depend on the columns is then computed once.
-MOST_UNROLLED = 8
+#: Choices up to which the loop over them is unrolled: what does not depend on the columns is then computed once, and
+#: loads do not wait for each other. Eight chosen experts and two shared ones.
+MOST_UNROLLED = 10
 #: Chunks that a step's rows are cut in, until chunks are as large as they get: a few for each of 132 processors.
 CHUNKS = 256
 #: Fewest and most pairs of a chunk: each is compared with all others of its chunk.

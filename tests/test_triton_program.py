@@ -75,6 +75,25 @@ def test_a_models_logits_are_those_of_torch(
     assert found.tokens == wanted.tokens
 
 
+@pytest.mark.parametrize(
+    ("mesh", "sums", "kernels"), [("tp=2,etp=2", "fixed", "triton"), (None, "any", "triton"), (None, "any", "torch")]
+)
+def test_shared_experts_are_computed_with_the_routed_ones(
+    mesh: str | None, sums: str, kernels: str, folders: Path, tmp_path: Path
+) -> None:
+    """DeepSeek-V3 with two of them; what is compiled for Triton runs on torch's kernels too."""
+    folder = _checkpoint("deepseek_v3", folders)
+    artifact = compile_checkpoint(folder, tmp_path, mesh, "flat", "triton", f"plan.sums={sums}", *SMALL)
+    params = {name for program in artifact.programs for body in program.bodies.values() for name in body.params}
+    assert "experts.down" in params and "shared.down" not in params
+    for program in artifact.programs if kernels == "torch" else ():
+        for _, node in program.nodes():
+            node.meta["kernel"] = "torch"
+    found, wanted = run(artifact, folder, tmp_path, PROMPTS, NUM_TOKENS), _by_torch("deepseek_v3", folders)
+    assert worst(found.logits, wanted.logits) < 5e-5
+    assert found.tokens == wanted.tokens
+
+
 def test_sums_in_any_order_are_added_as_they_come(folders: Path, tmp_path: Path) -> None:
     folder = _checkpoint("mixtral", folders)
     artifact = compile_checkpoint(folder, tmp_path, None, "flat", "triton", "plan.sums=any", *SMALL)
@@ -105,9 +124,13 @@ def test_torchs_kernels_serve_the_same_program(folders: Path, tmp_path: Path) ->
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def test_run_interprets_on_the_cpu(tiny: Path, tmp_path: Path) -> None:
-    """`--kernels interpret` compiles for Triton, and gives torch's tokens, which chose the same experts."""
-    asked = (str(tiny), "--tokens", "1,2,3", "--max-new-tokens", "2", "--json", "--record")
+@pytest.mark.parametrize("mesh", [(), ("--set", "ranks.attention=dp(1)", "--set", "ranks.experts=ep(1)")])
+def test_run_interprets_on_the_cpu(mesh: tuple[str, ...], tiny: Path, tmp_path: Path) -> None:
+    """`--kernels interpret` compiles for Triton, and gives torch's tokens, which chose the same experts.
+
+    On one rank the shared expert is nobody's choice, though the kernels are told of it as of one.
+    """
+    asked = (str(tiny), *mesh, "--tokens", "1,2,3", "--max-new-tokens", "2", "--json", "--record")
     plain, interpreted = (
         moec("run", *asked, str(tmp_path / f"{kernels}.npz"), "--kernels", kernels, env=NO_GPU).wait()
         for kernels in ("torch", "interpret")

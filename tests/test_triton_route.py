@@ -108,6 +108,24 @@ def test_groups_are_chosen_as_torch_chooses_them(shape: tuple[int, int, int, int
         torch.testing.assert_close(weights, wanted[1], rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize(("experts", "top", "shared"), [(5, 1, 1), (64, 6, 2), (15, 8, 3)])
+def test_shared_experts_come_behind_the_chosen_ones(experts: int, top: int, shared: int) -> None:
+    """DeepSeek-V2-Lite has 6 and 2; their weight is 1, whatever the scale; a row that chose badly has them too."""
+    logits = torch.randn(7, experts, generator=torch.Generator().manual_seed(experts))
+    for score, scale in (("softmax", 1.0), ("sigmoid", 2.5)):
+        options: dict[str, Any] = {"score": score, "top": top, "scale": scale}
+        plain, found = choose(logits, **options), choose(logits, shared=shared, **options)
+        torchs = torch_moe.route(
+            context(), logits, groups=1, keep=1, renormalize=True, table="routed", shared=shared, **options
+        )
+        for ids, weights in (found, torchs):
+            assert ids.is_contiguous() and weights.is_contiguous()
+            assert torch.equal(ids[:, :top], plain[0])
+            torch.testing.assert_close(weights[:, :top], plain[1], rtol=1e-5, atol=0)
+            assert ids[:, top:].tolist() == [list(range(experts, experts + shared))] * 7
+            assert weights[:, top:].tolist() == [[1.0] * shared] * 7
+
+
 def test_a_groups_two_best_may_be_equal() -> None:
     """0.6 + 0.6 in group 0 is more than 0.7 + 0.4 in group 1."""
     scores = torch.tensor([[0.6, 0.6, 0.1, 0.4, 0.7, 0.1]])

@@ -26,9 +26,11 @@ from moec.layout import Layout, Place, Placed, Replicate, Shard
 from moec.lowering import lower
 from moec.mesh import Mesh
 from moec.parameters import logical_parameters
+from moec.passes.base import Pass
 from moec.passes.fuse_gate_up import FuseGateUp
 from moec.passes.infer_shapes import InferShapes
 from moec.passes.insert_exchange import InsertExchange
+from moec.passes.join_shared import JoinShared
 from moec.passes.place_experts import PlaceExperts
 from moec.passes.runner import run_passes
 from moec.passes.shard_attention import ShardAttention
@@ -117,6 +119,26 @@ def test_parts_are_cut_before_they_are_joined(mixtral: Path) -> None:
     for rank in range(2):
         want = torch.cat([gate.chunk(2, 1)[rank], up.chunk(2, 1)[rank]], dim=1)
         assert torch.equal(one(sources, param, mesh, rank), want)
+
+
+@pytest.mark.parametrize("mesh", [None, "tp=2,etp=2", "dp=2,edp=2,ep=1"])
+def test_shared_experts_are_slots_behind_the_routed_ones(mesh: str | None, tmp_path: Path) -> None:
+    """20 routed experts of 24 columns and two shared ones, which the checkpoint has as one matrix of 48."""
+    checkpoints.make("deepseek_v3", tmp_path)
+    programs = programs_of(tmp_path, mesh, (*LAYOUT_PASSES, JoinShared("triton")))
+    whole, sources, grid = everything(sources_of(tmp_path)), weights.account(programs, tmp_path), programs[0].mesh
+    assert not any(".shared." in name for name in weights.wanted(programs))
+    for rank in range(grid.size):
+        held, part = weights.load_rank(programs, sources, rank), grid.coordinate(rank, "etp")
+        for index, name in enumerate(("gate", "up")):
+            matrices = held["layers.2.experts.gate_up"].chunk(2, 1)[index]
+            assert len(matrices) == 22
+            for slot, wanted in enumerate(whole[f"layers.2.shared.{name}"].chunk(2), 20):
+                assert torch.equal(matrices[slot], wanted.chunk(grid.etp)[part])
+            routed = whole[f"layers.2.experts.{name}"].chunk(grid.etp, 1)[part]
+            assert torch.equal(matrices[:20], routed)
+        for slot, wanted in enumerate(whole["layers.2.shared.down"].chunk(2, 1), 20):
+            assert torch.equal(held["layers.2.experts.down"][slot], wanted.chunk(grid.etp, 1)[part])
 
 
 def test_ranks_that_share_a_key_value_head_hold_the_same_rows(mixtral: Path) -> None:
@@ -213,12 +235,12 @@ LAYOUT_PASSES = (
 )  # fmt: skip
 
 
-def programs_of(folder: Path, mesh: str) -> list[Program]:
+def programs_of(folder: Path, mesh: str | None, passes: tuple[Pass, ...] = LAYOUT_PASSES) -> list[Program]:
     """Both phases of the imported model, as far as the passes that lay parameters out take them."""
     plan = check(SourceFile("it.moe", import_model(folder, mesh))).plan()
     programs = [lower(plan, phase, "it.moe") for phase in (plan.prefill, plan.decode)]
     for program in programs:
-        run_passes(program, LAYOUT_PASSES)
+        run_passes(program, passes)
     return programs
 
 
