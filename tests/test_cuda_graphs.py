@@ -49,7 +49,12 @@ def exchanging(exchange: str, combine: str = "reduced", **settings: object) -> P
 
 @pytest.mark.parametrize(
     "chosen",
-    [plan([moe(shared=1)]), plan([moe()], tp=2, etp=2), exchanging("padded"), plan([moe()], dp=2, edp=2)],
+    [
+        plan([moe(shared=1), moe(shared=12)]),
+        plan([moe()], tp=2, etp=2),
+        exchanging("padded"),
+        plan([moe()], dp=2, edp=2),
+    ],
     ids=("one rank", "tensors cut", "padded", "copies"),
 )
 def test_what_waits_for_nothing_is_captured(chosen: Plan) -> None:
@@ -220,7 +225,8 @@ class NoReading(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("family", "mesh", "exchange"), [("qwen3_moe", None, "flat"), ("deepseek_v3", "ep=2", "padded")]
+    ("family", "mesh", "exchange"),
+    [("qwen3_moe", None, "flat"), ("deepseek_v3", "ep=2", "padded"), ("deepseek_v3", None, "flat")],
 )
 def test_a_captured_step_reads_nothing_back(family: str, mesh: str | None, exchange: str, tmp_path: Path) -> None:
     """Every operation of a capturable program, by the kernels that a GPU would run, in the interpreter."""
