@@ -22,8 +22,12 @@ DEVICE_PIECE_BYTES = 4 << 20
 
 
 def expert_params(body: Body) -> list[str]:
-    """Parameters that hold one matrix per routed expert, in the order in which an expert's bytes stand in a slot."""
-    return [name for name in body.params if name.startswith("experts.")]
+    """Parameters that hold one matrix per routed expert, in the order in which an expert's bytes stand in a slot.
+
+    Wider elements come first, so that each begins at a multiple of its size.
+    """
+    names = [name for name in body.params if name.startswith("experts.")]
+    return sorted(names, key=lambda name: -WIDTH[body.params[name].dtype])
 
 
 def expert_bytes(program: Program, body: Body) -> int:

@@ -127,6 +127,7 @@ class Model:
     dtype: str  # the checkpoint's: bf16 | fp16 | fp32
     layers: tuple[Layer, ...]
     span: Span
+    expert_dtype: str | None = None  # fp8: routed experts stay in blocks with scales (`moec.blocks`); None: `dtype`
 
 
 @dataclass(frozen=True)

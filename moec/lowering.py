@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from moec.blocks import SCALES, scales_shape
 from moec.checked import Experts, Gqa, Layer, Mla, Model, Moe, Phase, Plan, Rotary, Swiglu
 from moec.diagnostics import Span
 from moec.ir.build import Builder
@@ -276,10 +277,14 @@ class _LayerLowering:
     def _experts(self, routed: Experts, h: fx.Node, ids: fx.Node, weights: fx.Node) -> fx.Node:
         self.program.experts[routed.name] = routed.count
         wide = (routed.count, routed.inner, self.model.hidden)
-        gate, up = self._param("experts.gate", *wide), self._param("experts.up", *wide)
-        down = self._param("experts.down", routed.count, self.model.hidden, routed.inner)
+        shapes = {"gate": wide, "up": wide, "down": (routed.count, self.model.hidden, routed.inner)}
+        dtype = self.model.expert_dtype
+        params = [self._param(f"experts.{name}", *shape, dtype=dtype) for name, shape in shapes.items()]
+        if dtype == "fp8":
+            scales = {f"experts.{name}{SCALES}": scales_shape(shape) for name, shape in shapes.items()}
+            params += [self._param(name, *shape, dtype="fp32") for name, shape in scales.items()]
         loc = self.source.loc(routed.span)
-        node: fx.Node = self.build.emit("moe", h, ids, weights, gate, up, down, at=loc, table=routed.name)
+        node: fx.Node = self.build.emit("moe", h, ids, weights, *params, at=loc, table=routed.name)
         return node
 
 
@@ -289,13 +294,7 @@ def _yarn(rotary: Rotary) -> tuple[float, ...] | None:
 
 
 def _mla_scale(spec: Mla, rotary: Rotary) -> float:
-    """DeepSeek-V3 multiplies the softmax scale by the square of YaRN's `mscale_all_dim` factor."""
-    scale = float((spec.nope + spec.rope) ** -0.5)
-    if rotary.yarn and rotary.yarn.mscale_all_dim:
-        scale *= yarn_mscale(rotary.yarn.factor, rotary.yarn.mscale_all_dim) ** 2
-    return scale
-
-
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's attention factor 0.1 * mscale * ln(factor) + 1, from the paper's section on temperature."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+    """DeepSeek-V3's also has the square of YaRN's attention factor, 0.1 * mscale_all_dim * ln(factor) + 1."""
+    yarn = rotary.yarn
+    factor = 0.1 * yarn.mscale_all_dim * math.log(yarn.factor) + 1.0 if yarn and yarn.factor > 1 else 1.0
+    return float((spec.nope + spec.rope) ** -0.5) * factor**2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from moec.blocks import SCALES, scales_shape
 from moec.checked import Gqa, Layer, Mla, Model, Moe
 
 Shape = tuple[int, ...]
@@ -51,6 +52,16 @@ def logical_parameters(model: Model) -> dict[str, Shape]:
     found["norm"] = (model.hidden,)
     if not model.tied:
         found["head"] = (model.vocab, model.hidden)
+    return found
+
+
+def stored_parameters(model: Model) -> dict[str, Shape]:
+    """Every parameter, and after each that is kept in fp8 blocks its scales: what ranks read from a checkpoint."""
+    found: dict[str, Shape] = {}
+    for name, shape in logical_parameters(model).items():
+        found[name] = shape
+        if model.expert_dtype == "fp8" and ".experts." in name:
+            found[name + SCALES] = scales_shape(shape)
     return found
 
 

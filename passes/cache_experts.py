@@ -50,15 +50,14 @@ class CacheExperts(Pass):
 
 def _serve(program: Program, body: Body, first: fx.Node) -> None:
     """Join the two products of the experts into one operation, which may take them expert by expert."""
-    rows, offsets, gate_up = operands(first)
+    rows, offsets, *gate_up = operands(first)
     (second,) = first.users
     table = next(str(n.kwargs["table"]) for n in body.graph.nodes if is_op(n) and op_of(n).name == "group_rows")
     build = Builder(program, body)
     with build.before(second):
         slots = build.emit("prefetch.wait", offsets, at=first, table=table)
-        served = build.emit(
-            "cached_experts", rows, offsets, slots, gate_up, operands(second)[-1], at=first, table=table
-        )
+        weights = [value for pair in zip(gate_up, operands(second)[2:], strict=True) for value in pair]
+        served = build.emit("cached_experts", rows, offsets, slots, *weights, at=first, table=table)
     second.replace_all_uses_with(served)
     erase(body, second)
     erase(body, first)

@@ -10,6 +10,7 @@ from torch import fx
 from moec.cost.gather import is_gathering_better
 from moec.cost.sizes import sizes_of
 from moec.ir.build import Builder, erase
+from moec.ir.ops.scales import has_fp8
 from moec.ir.program import Body, Program, is_op, op_of, operands, results_of
 from moec.passes.base import Pass
 
@@ -58,7 +59,7 @@ def _gather(program: Program, body: Body, group: fx.Node) -> None:
         ends, sorted_pairs = build.emit("group_pairs", ids, at=group, table=table)
     with build.before(product):
         fused = build.emit(
-            "gathered_gate_up", x, ends, sorted_pairs, operands(product)[-1], at=product, table=table, top=top
+            "gathered_gate_up", x, ends, sorted_pairs, *operands(product)[2:], at=product, table=table, top=top
         )
     for old, new in ((product, fused), (offsets, ends), (pairs, sorted_pairs)):
         old.replace_all_uses_with(new)
@@ -70,6 +71,8 @@ def _reduce(program: Program, body: Body, reduce: fx.Node) -> None:
     product, pairs, weights = operands(reduce)
     if not is_op(product) or op_of(product).name != "grouped_linear" or len(product.users) != 1:
         return
+    if has_fp8(product):
+        return  # no kernel sums what fp8 experts give as it comes
     build = Builder(program, body)
     with build.before(reduce):
         fused = build.emit(

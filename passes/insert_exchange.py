@@ -152,10 +152,12 @@ def _gather(build: Builder, moe: fx.Node) -> fx.Node:
 
 
 def _experts(build: Builder, moe: fx.Node, rows: fx.Node, offsets: fx.Node) -> fx.Node:
-    gate, up, down = operands(moe)[3:6]
-    gated = build.emit("grouped_linear", rows, offsets, gate, at=moe)
-    act = build.emit("silu_mul", gated, build.emit("grouped_linear", rows, offsets, up, at=moe), at=moe)
-    return _one(build.emit("grouped_linear", act, offsets, down, at=moe))
+    """Each product takes its weights, and their scales where they are in fp8."""
+    weights = operands(moe)[3:]
+    gate, up, down = (weights[i::3] for i in range(3))
+    gated = build.emit("grouped_linear", rows, offsets, *gate, at=moe)
+    act = build.emit("silu_mul", gated, build.emit("grouped_linear", rows, offsets, *up, at=moe), at=moe)
+    return _one(build.emit("grouped_linear", act, offsets, *down, at=moe))
 
 
 def _one(value: object) -> fx.Node:

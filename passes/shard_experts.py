@@ -7,12 +7,13 @@ from typing import ClassVar
 
 from torch import fx
 
+from moec.blocks import SCALES
 from moec.ir.build import Builder, reinfer
-from moec.ir.program import Body, Program, is_op, op_of, type_of
+from moec.ir.program import Body, Program, is_op, op_of, operands, type_of
 from moec.layout import Partial, Placed, Shard, layout
 from moec.passes.base import Pass
 
-#: Dim that etp cuts: the inner width of the expert.
+#: Dim that etp cuts, of weights as of the scales of their blocks: the inner width of the expert.
 INNER = {"gate": 1, "up": 1, "down": 2}
 
 
@@ -38,10 +39,11 @@ class ShardExperts(Pass):
 
 def _shard(program: Program, body: Body, moe: fx.Node) -> None:
     table = str(moe.kwargs["table"])
-    for name, dim in INNER.items():
-        param = body.params[f"experts.{name}"]
+    for value in operands(moe)[3:]:
+        name = str(value.target)
+        dim = INNER[name.removeprefix("experts.").removesuffix(SCALES)]
         places = layout(program.mesh, "experts", ep=Placed(table), etp=Shard(dim))
-        body.params[f"experts.{name}"] = replace(param, layout=places)
+        body.params[name] = replace(body.params[name], layout=places)
     reinfer(program, body, until=moe)
     if type_of(moe).layout.on("etp") == Partial():
         build = Builder(program, body)

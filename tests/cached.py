@@ -106,7 +106,7 @@ def cache_over(program: Program, tensors: Mapping[str, torch.Tensor]) -> ExpertC
     def read(key: Key, into: torch.Tensor) -> None:
         layer, expert = layers[key[0]], key[1]
         parts = [tensors[f"layers.{layer.number}.{param.name}"][expert].flatten() for param in layer.params]
-        into.copy_(torch.cat(parts).view(torch.uint8))
+        into.copy_(torch.cat([part.view(torch.uint8) for part in parts]))
 
     held = [layer.experts for layer in layers]
     num_experts = max(program.experts.values())

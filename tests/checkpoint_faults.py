@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from moec.checkpoint.family import family_of, parse_family
@@ -12,7 +13,7 @@ from moec.checkpoint.map import Sources, open_sources
 from moec.declared import declared
 from moec.importer.folder import import_config, import_model
 from moec.importer.match import check_declared
-from moec.parameters import logical_parameters
+from moec.parameters import logical_parameters, stored_parameters
 from tests import micro_checkpoint as micro
 
 MODEL = Path("model")
@@ -144,9 +145,20 @@ def _written_twice() -> None:
     sources_of()
 
 
-def _fp8() -> None:
+def _whole_numbers() -> None:
+    micro.write(MODEL, micro.shapes() | {EXPERT: ("I64", [6, 4])})
+    sources_of()
+
+
+def _without_scales() -> None:
     micro.write(MODEL, micro.shapes() | {EXPERT: ("F8_E4M3", [6, 4])})
     sources_of()
+
+
+def _not_in_fp8() -> None:
+    config, _ = read_config(micro.write(MODEL))
+    model = replace(import_config(config, family_of(config, MODEL), MODEL), expert_dtype="fp8")
+    open_sources(MODEL, stored_parameters(model))
 
 
 def _changed() -> None:
@@ -206,9 +218,11 @@ CASES: dict[str, Callable[[], None]] = {
     "E0740": _renamed_expert,
     "E0741": _other_shapes,
     "E0742": _written_twice,
-    "E0743": _fp8,
+    "E0743": _whole_numbers,
     "E0744": _changed,
     "E0745": _cut_later,
     "E0746": _not_a_number,
     "E0747": _other_mathematics,
+    "E0748": _without_scales,
+    "E0749": _not_in_fp8,
 }

@@ -16,10 +16,9 @@ from moec.runtime.experts.file import Contents, Key, LayerBlobs
 #: Two layers with experts of different sizes; a blob of the second is several pages long.
 CONTENTS = Contents(
     "3f2a",
-    "bf16",
     (
-        LayerBlobs("layers.1", (0, 1, 5), (("experts.gate_up", (6, 8)), ("experts.down", (8, 3)))),
-        LayerBlobs("layers.2", (1, 2), (("experts.gate_up", (100, 64)), ("experts.down", (64, 50)))),
+        LayerBlobs("layers.1", (0, 1, 5), (("experts.gate_up", "bf16", (6, 8)), ("experts.down", "bf16", (8, 3)))),
+        LayerBlobs("layers.2", (1, 2), (("experts.gate_up", "bf16", (100, 64)), ("experts.down", "bf16", (64, 50)))),
     ),
 )
 

@@ -22,7 +22,7 @@ CONFIG: dict[str, Any] = {
     "num_experts_per_tok": 1,
     "torch_dtype": "float32",
 }
-SIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I64": 8}
+SIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8}
 
 Shapes = dict[str, tuple[str, list[int]]]
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moec.blocks import SCALES
 from moec.checked import (
     Cache,
     Experts,
@@ -95,6 +96,7 @@ def plan(
     overlap: str = "off",
     nodes: int = 1,
     cache: Cache | None = None,
+    expert_dtype: str | None = None,
     **degrees: int,
 ) -> Plan:
     """One layer per element of `ffns`. Degrees as for `moec.mesh.Mesh`; what is left out is 1.
@@ -104,7 +106,7 @@ def plan(
     attention = attention or gqa()
     layers: dict[int, Layer] = {}
     stack = tuple(layers.setdefault(id(ffn), Layer(attention, ffn, SPAN)) for ffn in ffns)
-    model = Model("toy", hidden, vocab, eps, tied, rotary or Rotary(), None, "fp32", stack, SPAN)
+    model = Model("toy", hidden, vocab, eps, tied, rotary or Rotary(), None, "fp32", stack, SPAN, expert_dtype)
     found = {axis: degrees.get(axis, 1) for axis in ("dp", "tp", "edp", "ep", "etp")}
     pp = degrees.get("pp", 1)
     cluster = Cluster("localhost", nodes, found["dp"] * found["tp"] * pp // nodes)
@@ -154,7 +156,13 @@ def random_plan(seed: int, most_stages: int = 1) -> Plan:
     placement, tied = rng.choice(("linear", "round_robin")), rng.random() < 0.3
     pp = min(rng.choice((1, 1, 2, 3)), len(stack), most_stages)
     made = plan(stack, attention, placement=placement, tied=tied, rotary=rotary, pp=pp, **degrees)
-    return _random_cache(rng, _random_exchange(rng, made))
+    return _random_dtype(seed, _random_cache(rng, _random_exchange(rng, made)))
+
+
+def _random_dtype(seed: int, made: Plan) -> Plan:
+    """Some of the plans that etp does not cut inside a block have their experts in fp8."""
+    is_fp8 = made.mesh.etp == 1 and random.Random(f"dtype {seed}").random() < 0.3
+    return replace(made, model=replace(made.model, expert_dtype="fp8" if is_fp8 else None))
 
 
 #: Every lowering of an exchange, and what comes back.
@@ -265,7 +273,10 @@ Weights = dict[str, Tensor]
 
 
 def weights_of(program: Program, seed: int = 0, ties: bool = False) -> Weights:
-    """Every logical parameter of a lowered program, fp64. `ties`: about half of the experts score exactly alike."""
+    """Every logical parameter of a lowered program, fp64, in fp8 one that is there. Scales are some powers of two.
+
+    `ties`: about half of the experts score exactly alike.
+    """
     generator = torch.Generator().manual_seed(seed)
     found: Weights = {}
     for body in program.bodies.values():
@@ -274,6 +285,10 @@ def weights_of(program: Program, seed: int = 0, ties: bool = False) -> Weights:
                 (part,) = param.parts
                 scale = param.shape[-1] ** -0.5 if len(param.shape) > 1 else 1.0
                 value = torch.randn(param.shape, generator=generator, dtype=torch.float64) * scale
+                if param.is_fp8:
+                    value = value.float().to(torch.float8_e4m3fn).double()
+                elif name.endswith(SCALES):
+                    value = torch.exp2(torch.randint(-1, 2, param.shape, generator=generator).double())
                 if name.startswith("router.") and ties:
                     value[torch.rand(param.shape[0], generator=generator) < 0.5] = 0.0
                 found.setdefault(part if layer is None else f"layers.{layer}.{part}", value)

@@ -15,6 +15,7 @@ from moec.ir.evaluator.program import Reference, Sequence
 from moec.ir.params import full_name
 from moec.ir.program import Program, op_of
 from moec.passes.plan_overlap import PlanOverlap
+from moec.runtime.context import DTYPES
 from moec.runtime.executor import Executor, local_shape
 from moec.runtime.kv import allocate_kv
 from moec.runtime.step import Piece, Step, make_step
@@ -37,14 +38,14 @@ from tests.programs import (
 
 
 def tensors_of(program: Program, weights: Weights) -> dict[str, Tensor]:
-    """One rank's tensors by full name: parts concatenated, in fp32."""
+    """One rank's tensors by full name: parts concatenated, in their dtypes."""
     found = {}
     for run in program.runs:
         for layer in run.layers or (None,):
             prefix = "" if layer is None else f"layers.{layer}."
             for name, param in program.bodies[run.body].params.items():
                 parts = [part if layer is None else full_name(part, layer) for part in param.parts]
-                found[prefix + name] = torch.cat([weights[part] for part in parts], param.dim).float()
+                found[prefix + name] = torch.cat([weights[part] for part in parts], param.dim).to(DTYPES[param.dtype])
     return found
 
 

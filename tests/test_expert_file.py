@@ -65,9 +65,10 @@ def test_a_large_expert_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_what_decides_the_bytes_decides_the_name(tmp_path: Path) -> None:
     first, second = CONTENTS.layers
+    as_fp16 = tuple((name, "fp16", shape) for name, _, shape in first.parameters)
     others = [
         replace(CONTENTS, fingerprint="3f2b"),
-        replace(CONTENTS, dtype="fp16"),
+        replace(CONTENTS, layers=(replace(first, parameters=as_fp16), second)),
         replace(CONTENTS, layers=(second, first)),
         replace(CONTENTS, layers=(replace(first, experts=(0, 5, 1)), second)),
         replace(CONTENTS, layers=(replace(first, parameters=first.parameters[::-1]), second)),
@@ -80,7 +81,7 @@ def test_what_decides_the_bytes_decides_the_name(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_experts_has_an_empty_file(tmp_path: Path) -> None:
-    empty = Contents("3f2a", "fp32", (LayerBlobs("layers.0", (), (("experts.down", (2, 2)),)),))
+    empty = Contents("3f2a", (LayerBlobs("layers.0", (), (("experts.down", "fp32", (2, 2)),)),))
     opened(tmp_path, empty)[0].close()
     assert opened(tmp_path, empty)[1].asked == []
 

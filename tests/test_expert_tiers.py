@@ -55,8 +55,10 @@ def test_host_memory_holds_the_experts_it_was_given(monkeypatch: pytest.MonkeyPa
 
 
 def test_more_host_memory_than_there_is_is_refused() -> None:
-    one = LayerBlobs("layers.0", (0, 1, 2, 3), (("experts.down", (1 << 24, 1 << 22)),))  # more than addresses reach
-    contents = Contents("3f2a", "bf16", (one,))
+    one = LayerBlobs(
+        "layers.0", (0, 1, 2, 3), (("experts.down", "bf16", (1 << 24, 1 << 22)),)
+    )  # more than addresses reach
+    contents = Contents("3f2a", (one,))
     with pytest.raises(MoecError) as caught:
         HostTier(contents, contents.keys, Checkpoint())
     assert caught.value.exit_code == 4

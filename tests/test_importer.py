@@ -12,7 +12,6 @@ import pytest
 
 from moec.checkpoint.family import family_names, family_of, load_family
 from moec.checkpoint.json import parse_json
-from moec.checkpoint.map import open_sources
 from moec.diagnostics import MoecError, SourceFile
 from moec.grammar.formatter import format_text
 from moec.importer.folder import import_config, import_model, model_name
@@ -129,17 +128,14 @@ def test_weights_that_do_not_fit_are_refused_at_import(tmp_path: Path) -> None:
     assert caught.value.diagnostics[0].code == "E0741"
 
 
-def test_an_fp8_model_imports_and_is_refused_when_its_weights_are_wanted(tmp_path: Path) -> None:
+def test_fp8_is_what_the_config_says_of_all_linear_weights(tmp_path: Path) -> None:
+    """A list of what is not converted changes nothing: each tensor's dtype says that. Another format is refused."""
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    config = DEEPSEEK | {"quantization_config": fp8, "dtype": "bfloat16"}
-    folder = micro.write(tmp_path, {"model.layers.1.mlp.experts.0.up_proj.weight": ("F8_E4M3", [6, 8])})
-    (folder / "config.json").write_text(json.dumps(config))
-    text = import_model(folder)
-    assert "fp8 e4m3, which moec does not read yet" in text and "weights = huggingface(" in text
-    shapes = logical_parameters(check(SourceFile("it.moe", text)).plan().model)
-    with pytest.raises(MoecError, match="fp8 weights are not read yet") as caught:
-        open_sources(folder, shapes)
-    assert caught.value.diagnostics[0].code == "E0743"
+    assert model_of("deepseek_v3").expert_dtype is None
+    for more in ({}, {"modules_to_not_convert": ["lm_head"]}):
+        assert model_of("deepseek_v3", quantization_config=fp8 | more).expert_dtype == "fp8"
+    for other in ({"weight_block_size": [64, 64]}, {"activation_scheme": "static"}, {"quant_method": "awq"}):
+        assert "`quantization_config`" in refusal("deepseek_v3", quantization_config=fp8 | other)
 
 
 def test_the_dtype_is_the_configs_or_the_weights(tmp_path: Path) -> None:

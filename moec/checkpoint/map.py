@@ -10,25 +10,31 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moec.blocks import BLOCK, SCALES, num_blocks
 from moec.checkpoint.family import Family, Target, family_of, tensor_key
 from moec.checkpoint.folder import Checkpoint, open_checkpoint
 from moec.checkpoint.header import DTYPE_BYTES, Tensor
+from moec.checkpoint.scales import FP8, SUFFIX, check_kept, check_scales, is_scales
 from moec.diagnostics import fail
 
 Shape = tuple[int, ...]
-READABLE = ("BF16", "F16", "F32")
+READABLE = ("BF16", "F16", "F32", FP8)
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Block:
-    """Contiguous bytes of a shard: a whole parameter, or the part of one expert. `offset` from the file's start."""
+    """Contiguous bytes of a shard: a whole parameter, or the part of one expert. `offset` from the file's start.
+
+    `scales`: those of an fp8 matrix, one for each block of it.
+    """
 
     tensor: str
     file: str
     dtype: str
     shape: Shape
     offset: int
+    scales: Block | None = None
 
 
 @dataclass(frozen=True)
@@ -49,11 +55,24 @@ class Sources:
             row *= size
         if expert is not None and len(source.shape) > len(shape):
             first += expert * source.shape[1]  # a stacked tensor holds all experts, one after the other
-        return Block(tensor, source.file, source.dtype, shape, source.offset + first * row)
+        scales = self._scales(tensor, first, shape) if source.dtype == FP8 else None
+        return Block(tensor, source.file, source.dtype, shape, source.offset + first * row, scales)
+
+    def _scales(self, tensor: str, first: int, shape: Shape) -> Block:
+        """The scales of an fp8 matrix that begins at row `first` of its tensor. Raises E0748 inside a block."""
+        source, scales = self.checkpoint.tensors[tensor], self.checkpoint.tensors[tensor + SUFFIX]
+        stacked, within = divmod(first, source.shape[-2])
+        if within % BLOCK:
+            message = f"`{tensor}` of `{source.file}` joins matrices inside a block of {BLOCK} rows, at row {within}"
+            raise fail("E0748", message, "use weights with a tensor for each matrix")
+        rows, columns = num_blocks(shape[-2]), num_blocks(shape[-1])
+        row = stacked * scales.shape[-2] + within // BLOCK
+        where = scales.offset + row * columns * DTYPE_BYTES[scales.dtype]
+        return Block(tensor + SUFFIX, scales.file, scales.dtype, (rows, columns), where)
 
 
 def open_sources(folder: Path, parameters: Mapping[str, Shape]) -> Sources:
-    """Read the headers of `folder` and account for `parameters`. Raises E0701 to E0743."""
+    """Read the headers of `folder` and account for `parameters`. Raises E0701 to E0749."""
     checkpoint = open_checkpoint(folder)
     return resolve(checkpoint, family_of(checkpoint.config, folder / "config.json"), parameters)
 
@@ -61,13 +80,18 @@ def open_sources(folder: Path, parameters: Mapping[str, Shape]) -> Sources:
 def resolve(checkpoint: Checkpoint, family: Family, parameters: Mapping[str, Shape]) -> Sources:
     """Match the tensors of `checkpoint` with `parameters` by the patterns of `family`.
 
-    Raises E0743 for a dtype that is not read, E0741 for other shapes or another number of experts, E0742 for a
-    parameter written twice, E0740 for parameters and tensors that are left over.
+    What a tensor in fp8 holds is parameters of another dtype, or, where their scales are among `parameters`, stays so.
+
+    Raises E0743 for a dtype that is not read, E0748 for fp8 without its scales, E0749 for what is to stay in fp8 and
+    is in something else, E0741 for other shapes or another number of experts, E0742 for a parameter written twice,
+    E0740 for parameters and tensors that are left over.
     """
     _check_dtypes(checkpoint)
-    account = _Account(parameters, _extra_layers(checkpoint, family, parameters))
+    check_scales(checkpoint)
+    account = _Account(checkpoint, parameters, _extra_layers(checkpoint, family, parameters))
     for name, tensor in checkpoint.tensors.items():
         account.enter(family, name, tensor)
+    check_kept(checkpoint, parameters, {place: tensor for place, (tensor, _) in account.found.items()})
     account.close(checkpoint.folder)
     return Sources(checkpoint, parameters, account.found)
 
@@ -76,6 +100,7 @@ def resolve(checkpoint: Checkpoint, family: Family, parameters: Mapping[str, Sha
 class _Account:
     """The books: `found` (parameter, expert) -> (tensor, rows of it before the parameter)."""
 
+    checkpoint: Checkpoint
     parameters: Mapping[str, Shape]
     extra_layers: range
     found: dict[tuple[str, int | None], tuple[str, int]] = field(default_factory=dict)
@@ -85,7 +110,8 @@ class _Account:
     experts: dict[str, int] = field(default_factory=dict)  # parameter -> 1 + the highest expert that the file has
 
     def enter(self, family: Family, name: str, tensor: Tensor) -> None:
-        key, numbers = tensor_key(name)
+        """One tensor: for the parameters that it fills, or as one that nothing uses."""
+        key, numbers = tensor_key(name.removesuffix(SUFFIX))
         target = family.tensors.get(key)
         if target is None or len(numbers) != len(target.numbers):
             if key not in family.ignored_tensors and not (numbers and numbers[0] in self.extra_layers):
@@ -93,6 +119,10 @@ class _Account:
             return
         place = dict(zip(target.numbers, numbers, strict=True))
         logical = [text.replace("{l}", str(place["l"])) if "l" in place else text for text in target.logical]
+        if is_scales(name):
+            if self._is_read_with_weights(name, logical):
+                return
+            logical = [parameter + SCALES for parameter in logical]
         if not all(parameter in self.parameters for parameter in logical):
             is_empty = tensor.nbytes == 0  # what transformers writes for no shared experts: [0, hidden]
             if place.get("l") not in self.extra_layers and not is_empty:
@@ -142,6 +172,12 @@ class _Account:
             self.found[parameter, expert] = (name, first)
             first += shape[rows]
 
+    def _is_read_with_weights(self, name: str, logical: list[str]) -> bool:
+        """Whether these are scales of fp8 weights that do not stay so, but are multiplied when they are read."""
+        weights = self.checkpoint.tensors.get(name.removesuffix(SUFFIX))
+        is_fp8 = weights is not None and weights.dtype == FP8
+        return is_fp8 and all(p in self.parameters and p + SCALES not in self.parameters for p in logical)
+
     def _is_written(self, parameter: str, expert: int | None) -> bool:
         """A stacked tensor and one of a single expert write the same place."""
         if (parameter, None) in self.found or (parameter, expert) in self.found:
@@ -168,8 +204,7 @@ def _check_dtypes(checkpoint: Checkpoint) -> None:
     if not bad:
         return
     dtype = checkpoint.tensors[bad[0]].dtype
-    what = "fp8 weights are not read yet" if dtype.startswith("F8") else f"{dtype} weights are not read"
-    message = f"`{checkpoint.folder}`: {what}: {_many(bad, 'tensor')}: {_some(bad)}"
+    message = f"`{checkpoint.folder}`: {dtype} weights are not read: {_many(bad, 'tensor')}: {_some(bad)}"
     raise fail("E0743", message, "use a bf16, fp16 or fp32 copy of the weights")
 
 

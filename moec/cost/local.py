@@ -68,20 +68,22 @@ def _product(sizes: Sizes, node: fx.Node) -> Work:
 
 
 def _grouped(sizes: Sizes, node: fx.Node) -> Work:
-    """Rows [X, K] by their experts' [N, K] each."""
-    (rows, _, w), made = _types(node)
+    """Rows [X, K] by their experts' [N, K] each, and the scales of those in fp8."""
+    (rows, _, *weights), made = _types(node)
+    w = weights[0]
     share = sizes.dim(rows.shape[0]) / sizes.dim(base_symbol(rows.shape[0]))
     used = 1.0 if sizes.route is None else sizes.active_experts(share) / sizes.dim(w.shape[0])
-    moved = _sum(sizes, [rows, *made]) + sizes.bytes(w) * used
+    moved = _sum(sizes, [rows, *made]) + _sum(sizes, weights) * used
     return 2 * _elements(sizes, rows) * sizes.dim(w.shape[1]), moved
 
 
 def _gathered_product(sizes: Sizes, node: fx.Node) -> Work:
     """As `_grouped`; each row that a pair reads is found in caches once another pair has read it."""
-    (x, offsets, pairs, w), made = _types(node)
+    (x, offsets, pairs, *weights), made = _types(node)
+    w = weights[0]
     used = 1.0 if sizes.route is None else sizes.active_experts() / sizes.dim(w.shape[0])
     flops = 2 * sizes.dim(pairs.shape[0]) * sizes.dim(w.shape[1]) * sizes.dim(w.shape[2])
-    return flops, _sum(sizes, [x, offsets, pairs, *made]) + sizes.bytes(w) * used
+    return flops, _sum(sizes, [x, offsets, pairs, *made]) + _sum(sizes, weights) * used
 
 
 def _reduced_product(sizes: Sizes, node: fx.Node) -> Work:
@@ -93,8 +95,6 @@ def _reduced_product(sizes: Sizes, node: fx.Node) -> Work:
     return flops, _sum(sizes, [x, pairs, weights, made]) + sums + sizes.bytes(w) * used
 
 
-def _served(sizes: Sizes, node: fx.Node) -> Work:
-    """Rows [X, D] by gate, up and down [., I, D] of their experts; what is between the products is in caches."""
 def _paired(sizes: Sizes, node: fx.Node) -> Work:
     """Rows [R, D] by gate, up and down of each pair's expert; activations [X, I] are written and read."""
     (x, ids, weights, gate_up, down), made = _types(node)
@@ -105,10 +105,13 @@ def _paired(sizes: Sizes, node: fx.Node) -> Work:
     return flops, _sum(sizes, [x, ids, weights, *made]) + activations + _sum(sizes, [gate_up, down]) * used
 
 
-    rows, _, _, gate_up, down = _types(node)[0]
+def _served(sizes: Sizes, node: fx.Node) -> Work:
+    """Rows [X, D] by gate, up and down [., I, D] of their experts; what is between the products is in caches."""
+    rows, _, _, *weights = _types(node)[0]
+    gate_up, down = weights[:2]
     used = 1.0 if sizes.route is None else sizes.active_experts() / sizes.dim(down.shape[0])
     flops = 2 * _elements(sizes, rows) * (sizes.dim(gate_up.shape[1]) + sizes.dim(down.shape[2]))
-    return flops, 2 * sizes.bytes(rows) + (sizes.bytes(gate_up) + sizes.bytes(down)) * used
+    return flops, 2 * sizes.bytes(rows) + _sum(sizes, weights) * used
 
 
 def _guess(sizes: Sizes, node: fx.Node) -> Work:
@@ -168,9 +171,9 @@ RULES: dict[str, Callable[[Sizes, fx.Node], Work]] = {
     "grouped_gate_up": _grouped,
     "gathered_gate_up": _gathered_product,
     "reduced_linear": _reduced_product,
+    "paired_experts": _paired,
     "cached_experts": _served,
     "guess": _guess,
     "attention": _attention,
-    "paired_experts": _paired,
     "mla_attention": _mla_attention,
 }

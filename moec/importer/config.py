@@ -71,6 +71,15 @@ class ConfigReader:
             return None
         return _DTYPES[name]
 
+    def expert_dtype(self) -> str | None:
+        """fp8 where the config says that linear weights are in blocks of it, as the family's own are."""
+        found = self._take("quantization_config")
+        if found in (_MISSING, None):
+            return None
+        if not isinstance(found, dict) or self.family.quantization != _format_of(found):
+            self.refuse("quantization_config", "weights quantised so are not read")
+        return "fp8"
+
     def rotary(self) -> dict[str, Any]:
         """`theta`, and with YaRN the keys of its scaling, from transformers 4's or 5's spelling."""
         self.used |= set(_ROPE_KEYS)
@@ -111,7 +120,6 @@ class ConfigReader:
         for key, other in rules.get("equal", {}).items():
             if self._take(key) not in (_MISSING, None, self.config.get(other)):
                 self.refuse(key, f"must equal `{other}`")
-        self._check_quantization()
         known = self.used | self.family.ignored_keys | set(self.family.extra_layer_keys) | {"architectures"}
         for key in sorted(set(self.config) - known):
             self.refuse(key, "not known to this family")
@@ -187,10 +195,10 @@ class ConfigReader:
         if named not in (None, [], [self.family.architecture]):
             self.refuse("architectures", f"this family is {self.family.architecture}")
 
-    def _check_quantization(self) -> None:
-        found = self._take("quantization_config")
-        if found not in (_MISSING, None) and found != self.family.quantization:
-            self.refuse("quantization_config", "quantised weights are not read yet")
+
+def _format_of(quantization: dict[str, Any]) -> dict[str, Any]:
+    """How weights are quantised, without which: of each tensor its dtype says that."""
+    return {key: value for key, value in quantization.items() if key != "modules_to_not_convert"}
 
 
 def _fits(value: Any, kind: str) -> bool:

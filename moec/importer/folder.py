@@ -22,7 +22,7 @@ from moec.importer.config import ConfigReader
 from moec.importer.mesh import parse_cluster, parse_mesh
 from moec.importer.model import build_model
 from moec.importer.text import MAX_CONTEXT, moe_text
-from moec.parameters import logical_parameters
+from moec.parameters import stored_parameters
 
 #: Words of the language that a folder might be called.
 _RESERVED = {
@@ -36,7 +36,7 @@ def import_model(path: Path, mesh: str | None = None, cluster: str | None = None
     """Text of a `.moe` file for the model at `path`, a folder or a config.json.
 
     `output` is where the text will be written: a relative weights path is then relative to its folder.
-    Raises MoecError (E0701 to E0743).
+    Raises MoecError (E0701 to E0749).
     """
     degrees, place = parse_mesh(mesh), parse_cluster(cluster)
     if place is not None and mesh is None:
@@ -49,8 +49,8 @@ def import_model(path: Path, mesh: str | None = None, cluster: str | None = None
     checkpoint = open_checkpoint(path) if path.is_dir() and has_weights(path) else None
     weights = _weights_path(path, output) if checkpoint else None
     model = import_config(config, family, where, weights, _stored_dtype(checkpoint))
-    if checkpoint is not None and not config.get("quantization_config"):
-        resolve(checkpoint, family, logical_parameters(model))
+    if checkpoint is not None:
+        resolve(checkpoint, family, stored_parameters(model))
     longest = config.get("max_position_embeddings")
     context = min(longest, MAX_CONTEXT) if type(longest) is int and longest > 0 else MAX_CONTEXT
     return moe_text(model, _notes(config, family, model, checkpoint), degrees, place, context)
@@ -81,21 +81,18 @@ def _weights_path(path: Path, output: Path | None) -> str:
 
 
 def _stored_dtype(checkpoint: Checkpoint | None) -> str | None:
-    """dtype of the largest tensor, which is one of the matrices."""
-    if checkpoint is None or not checkpoint.tensors:
-        return None
-    return _DTYPES.get(max(checkpoint.tensors.values(), key=lambda tensor: tensor.nbytes).dtype)
+    """dtype of the largest tensor that is in one, which is one of the matrices."""
+    known = [tensor for tensor in checkpoint.tensors.values() if tensor.dtype in _DTYPES] if checkpoint else []
+    return _DTYPES[max(known, key=lambda tensor: tensor.nbytes).dtype] if known else None
 
 
 def _notes(config: dict[str, Any], family: Family, model: Model, checkpoint: Checkpoint | None) -> list[str]:
     notes = [f"Imported from a {family.name} config.json."]
     if checkpoint is None:
         notes.append('No weights: add `weights = huggingface("FOLDER")` to run it.')
-    if config.get("quantization_config"):
-        quantization = config["quantization_config"]
-        kind = f"{quantization['quant_method']} {quantization['fmt']}"
+    if model.expert_dtype is not None:
         notes.append(
-            f"The published weights are {kind}, which moec does not read yet; counted and compiled as {model.dtype}."
+            f"Experts stay in the checkpoint's {model.expert_dtype}; what else is in it is read as {model.dtype}."
         )
     extra = next((config[key] for key in family.extra_layer_keys if config.get(key)), 0)
     if extra:

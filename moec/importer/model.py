@@ -23,7 +23,7 @@ def build_model(reader: ConfigReader, name: str, dtype: str | None, weights: str
     ffns = _ffns(reader, experts, span)
     sparse = _sparse_layers(reader, model["layers"])
     layers = {is_sparse: Layer(attention, ffn, span) for is_sparse, ffn in ffns.items()}
-    found_dtype = reader.dtype() or dtype or "fp32"
+    found_dtype, expert_dtype = reader.dtype() or dtype or "fp32", reader.expert_dtype()
     reader.finish()
     if missing := [layer for layer, is_sparse in enumerate(sparse) if is_sparse not in layers]:
         raise _contradiction(reader, f"layer {missing[0]} is dense, and the family has no dense block")
@@ -38,6 +38,7 @@ def build_model(reader: ConfigReader, name: str, dtype: str | None, weights: str
         dtype=found_dtype,
         layers=tuple(layers[is_sparse] for is_sparse in sparse),
         span=span,
+        expert_dtype=expert_dtype,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from moec.blocks import BLOCK
 from moec.checked import Experts, Gqa, Layer, Mla, Model, Moe, Rotary, Router
 from moec.importer.mesh import Degrees
 from moec.parameters import count
@@ -30,6 +31,8 @@ def _model(model: Model) -> str:
         f"head = {'tied' if model.tied else 'untied'}",
         f"dtype = {model.dtype}",
     ]
+    if model.expert_dtype is not None:
+        settings.append(f"expert_dtype = {model.expert_dtype}(block = {BLOCK})")
     if model.weights is not None:
         settings.append(f'weights = huggingface("{model.weights}")')
     settings.append(f"rotary = {_rotary(model.rotary)}")  # last: with YaRN it takes several lines

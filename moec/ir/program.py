@@ -35,7 +35,7 @@ Dim = int | str
 
 @dataclass(frozen=True)
 class Type:
-    """Shape of one rank's part, dtype (bf16 fp16 fp32 i64 i32), layout. `pending`: a started collective's handle."""
+    """Shape of one rank's part, dtype (bf16 fp16 fp32 fp8 i64 i32), layout. `pending`: a started collective."""
 
     shape: tuple[Dim, ...]
     dtype: str

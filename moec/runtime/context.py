@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moec.runtime.experts.cache import ExpertCache
 
 #: The torch dtype of each dtype of a Program.
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 
 #: Where `Context.memo` counts rows left out of padded exchanges, by layer.
 DROPPED = "dropped"

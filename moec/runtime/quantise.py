@@ -100,6 +100,14 @@ def dequantise(weights: QuantisedWeights, dtype: torch.dtype = torch.float32) ->
     return w_MNP[..., : weights.depth]
 
 
+def dequantise_blocks(values_NK: Tensor, scales_BG: Tensor, sides: int = 1) -> Tensor:
+    """value * scale in fp32 of one FP8 matrix [N, K], which is stored without the zeros after K."""
+    lines, depth = values_NK.shape
+    scales_SBG = scales_BG.reshape(sides, -1, scales_BG.shape[1])
+    scales_NG = scales_SBG.repeat_interleave(GROUP, dim=1)[:, : lines // sides].flatten(0, 1)
+    return values_NK.float().mul_(scales_NG.repeat_interleave(GROUP, dim=1)[:, :depth])
+
+
 def quantise_rows(x_RK: Tensor) -> QuantisedRows:
     """Each group of 128 over its largest absolute value / 448, rounded to the nearest e4m3, ties to even.
 

@@ -66,10 +66,12 @@ def contents_of(layers: Sequence[CachedLayer], mesh: Mesh, rank: int, fingerprin
     part = mesh.coordinate(rank, "etp") if mesh.etp > 1 else 0
     digest = hashlib.sha256(json.dumps([fingerprint, mesh.etp, part], sort_keys=True).encode()).hexdigest()
     blobs = [
-        LayerBlobs(f"layers.{layer.number}", layer.experts, tuple((param.name, param.shape) for param in layer.params))
+        LayerBlobs(
+            f"layers.{layer.number}", layer.experts, tuple((p.name, p.param.dtype, p.shape) for p in layer.params)
+        )
         for layer in layers
     ]
-    return Contents(digest, layers[0].params[0].param.dtype, tuple(blobs))
+    return Contents(digest, tuple(blobs))
 
 
 class ExpertReader:

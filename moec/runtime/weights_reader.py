@@ -10,6 +10,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from moec.blocks import BLOCK
 from moec.checkpoint.map import Block
 from moec.diagnostics import fail
 
@@ -18,8 +19,9 @@ BOUNCE_BYTES = 8 << 20
 MIN_STRIDED_BYTES = 4096
 #: Shards held open at once.
 MAX_OPEN = 64
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_FILE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+FP8 = torch.float8_e4m3fn
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": FP8}
+_FILE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": FP8}
 
 
 class ShardReader:
@@ -43,7 +45,10 @@ class ShardReader:
             os.close(self._files.popitem()[1])
 
     def read(self, block: Block, rows: range, columns: range, target: Tensor) -> None:
-        """Read `block[rows, columns]` into the matrix `target`, converted to its dtype, and check it."""
+        """Read `block[rows, columns]` into the matrix `target`, converted to its dtype, and check it.
+
+        Weights in fp8 are multiplied by the scales of their blocks, but where `target` is in fp8 too.
+        """
         if target.numel() == 0:
             return
         stored, width = _FILE_DTYPES[block.dtype], math.prod(block.shape[1:])
@@ -51,8 +56,7 @@ class ShardReader:
             self._fill(block, rows.start * width * stored.itemsize, target)
         else:
             self._read_converted(block, rows, columns, target, stored, width)
-        low, high = torch.aminmax(target)
-        if not (torch.isfinite(low) and torch.isfinite(high)):
+        if not _is_finite(target):
             self._refuse_values(block, target)
 
     def _read_converted(
@@ -62,6 +66,7 @@ class ShardReader:
         strided = len(columns) < width and len(columns) * stored.itemsize >= MIN_STRIDED_BYTES
         across = columns if strided else range(width)
         step = max(1, BOUNCE_BYTES // (len(across) * stored.itemsize))
+        scales = self._read_scales(block) if target.dtype != stored else None
         for first in range(0, len(rows), step):
             held = rows[first : first + step]
             buffer = self._buffer(len(held) * len(across), stored).view(len(held), len(across))
@@ -71,7 +76,15 @@ class ShardReader:
             else:
                 self._fill(block, held.start * width * stored.itemsize, buffer)
             cut = buffer if strided else buffer[:, columns.start : columns.stop]
-            target[first : first + len(held)].copy_(cut)
+            target[first : first + len(held)].copy_(cut if scales is None else _scaled(cut, scales, held, columns))
+
+    def _read_scales(self, block: Block) -> Tensor | None:
+        """fp32, one for each block of an fp8 matrix."""
+        if block.scales is None:
+            return None
+        scales = torch.empty(block.scales.shape, dtype=torch.float32)
+        self._fill(block.scales, 0, scales)
+        return scales
 
     def _buffer(self, elements: int, dtype: torch.dtype) -> Tensor:
         need = elements * dtype.itemsize
@@ -107,8 +120,22 @@ class ShardReader:
         return self._files[file]
 
     def _refuse_values(self, block: Block, target: Tensor) -> None:
-        count = int((~torch.isfinite(target)).sum())
+        count = int((~torch.isfinite(target.float())).sum())
         dtype = next(name for name, found in TORCH_DTYPES.items() if found == target.dtype)
         what = f"NaN or infinite as {dtype} in {count} of the {target.numel()} values read"
         message = f"tensor `{block.tensor}` of `{self.folder / block.file}` is {what}"
         raise fail("E0746", message, "the weights are damaged, or too large for this dtype")
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Whether all are numbers. Of e4m3's codes two are NaN and none is infinite."""
+    if values.dtype == FP8:
+        return not bool(((values.view(torch.uint8) & 0x7F) == 0x7F).any())
+    low, high = torch.aminmax(values)
+    return bool(torch.isfinite(low) and torch.isfinite(high))
+
+
+def _scaled(values: Tensor, scales: Tensor, rows: range, columns: range) -> Tensor:
+    """Values of an fp8 matrix at these rows and columns times the scales of their blocks, in fp32."""
+    row_blocks, column_blocks = (torch.arange(held.start, held.stop) // BLOCK for held in (rows, columns))
+    return values.float().mul_(scales[row_blocks][:, column_blocks])

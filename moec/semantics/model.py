@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from moec.blocks import BLOCK
 from moec.checked import Experts, Gqa, Layer, Mla, Model, Moe, Router, Swiglu
 from moec.diagnostics import Label, Span, did_you_mean
 from moec.grammar import ast
@@ -13,7 +14,7 @@ from moec.semantics.values import Values
 
 #: Layers are listed one by one, so their number is bounded.
 MAX_LAYERS = 10_000
-SETTINGS = ("hidden", "vocab", "norm", "rotary", "head", "dtype", "weights")
+SETTINGS = ("hidden", "vocab", "norm", "rotary", "head", "dtype", "expert_dtype", "weights")
 BLOCKS = ("swiglu", "moe")
 Part = ast.Attention | ast.Router | ast.ExpertGroup
 KINDS = {ast.Attention: "an attention", ast.Router: "a router", ast.ExpertGroup: "an expert group"}
@@ -39,7 +40,7 @@ def check_model(node: ast.Model, values: Values) -> Model | None:
     rotary = check_rotary(fields)
     head = fields.choice("head", ("untied", "tied"), "untied")
     dtype = fields.choice("dtype", ("bf16", "fp16", "fp32"), "bf16")
-    weights = _weights(fields)
+    expert_dtype, weights = _expert_dtype(fields), _weights(fields)
     parts = _declare(node, values, hidden)
     found = len(values.problems.found)
     layers = _layers(node, values, parts)
@@ -49,13 +50,24 @@ def check_model(node: ast.Model, values: Values) -> Model | None:
         return None
     if rotary is None or head is None or dtype is None or layers is None:
         return None
+    if expert_dtype is not None and not any(isinstance(layer.ffn, Moe) for layer in layers):
+        message = "`expert_dtype` is not used: no layer has experts"
+        values.problems.add("E0212", message, fields.key_at("expert_dtype"), help="remove it")
+        return None
     tied = head == "tied"
-    return Model(node.name.id, hidden, vocab, norm_eps, tied, rotary, weights, dtype, layers, node.span)
+    return Model(node.name.id, hidden, vocab, norm_eps, tied, rotary, weights, dtype, layers, node.span, expert_dtype)
 
 
 def _norm(fields: Fields) -> float | None:
     call = fields.call("norm", "rms")
     return arguments(fields.values, call, ("eps",)).decimal("eps", above_zero=False) if call else None
+
+
+def _expert_dtype(fields: Fields) -> str | None:
+    """`fp8(block = 128)`, the one format in which routed experts are kept besides the model's own dtype."""
+    call = fields.call("expert_dtype", "fp8") if fields.has("expert_dtype") else None
+    block = arguments(fields.values, call, ("block",)).whole("block", low=BLOCK, high=BLOCK) if call else None
+    return "fp8" if block is not None else None
 
 
 def _weights(fields: Fields) -> str | None:

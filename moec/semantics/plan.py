@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from moec.checked import Gqa, MeshSpec, Model, Moe, Phase, Plan
+from moec.blocks import BLOCK
+from moec.checked import Experts, Gqa, MeshSpec, Model, Moe, Phase, Plan
 from moec.diagnostics import Label, Span, did_you_mean
 from moec.grammar import ast
 from moec.semantics.cache import DeclaredCache
@@ -182,8 +183,15 @@ def _join(model: Model, mesh: MeshSpec, run: Span, values: Values) -> None:
         if is_split and isinstance(attention, Gqa):
             _share_kv(attention, mesh, run, values)
         if isinstance(ffn, Moe):
-            what = f"the inner size {ffn.routed.inner} of `{ffn.routed.name}`"
-            _divide("E0307", what, ffn.routed.inner, "etp", mesh, ffn.routed.span, run, values)
+            _split_experts(ffn.routed, model.expert_dtype, mesh, run, values)
+
+
+def _split_experts(routed: Experts, dtype: str | None, mesh: MeshSpec, run: Span, values: Values) -> None:
+    """Over etp: an expert's inside by its columns, or in fp8 by whole blocks of them, which share a scale."""
+    what, size = f"the inner size {routed.inner} of `{routed.name}`", routed.inner
+    if dtype == "fp8":
+        what, size = f"{what}, in fp8 blocks of {BLOCK},", size // BLOCK if size % BLOCK == 0 else 1
+    _divide("E0307", what, size, "etp", mesh, routed.span, run, values)
 
 
 def _divide(

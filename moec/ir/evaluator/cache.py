@@ -31,9 +31,16 @@ def prefetch_wait(ctx: Context, offsets: Tensor, table: str) -> Tensor:
 
 
 def cached_experts(
-    ctx: Context, rows: Tensor, offsets: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor, table: str
+    ctx: Context,
+    rows: Tensor,
+    offsets: Tensor,
+    slots: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *scales: Tensor,
+    table: str,
 ) -> Tensor:
-    return grouped_linear(ctx, grouped_gate_up(ctx, rows, offsets, gate_up), offsets, down)
+    return grouped_linear(ctx, grouped_gate_up(ctx, rows, offsets, gate_up, *scales[:1]), offsets, down, *scales[1:])
 
 
 CACHE: dict[str, Callable[..., Any]] = {

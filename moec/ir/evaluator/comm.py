@@ -135,7 +135,9 @@ def _moe(ref: Reference, args: list[Ranks], attrs: dict[str, Any]) -> Ranks:
         if len(whole[0]) < ref.program.experts[table]:
             order = list(ref.program.placements[table].slot_of)
             whole = [torch.cat([w[r] for r in mesh.group_of("experts.ep", rank)])[order] for w in experts]
-        return reference.moe(x[rank], ids[rank], weights[rank], *whole)
+        scales = whole[3:] or (None, None, None)
+        scaled = [reference.scaled(w, given) for w, given in zip(whole[:3], scales, strict=True)]
+        return reference.moe(x[rank], ids[rank], weights[rank], *scaled)
 
     return ref.once(lambda rank: tuple(id(a[rank]) for a in args), give)
 

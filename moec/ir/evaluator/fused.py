@@ -17,9 +17,9 @@ def group_pairs(ctx: Context, ids: Tensor, table: str) -> tuple[Tensor, Tensor]:
 
 
 def gathered_gate_up(
-    ctx: Context, rows: Tensor, offsets: Tensor, pairs: Tensor, w: Tensor, table: str, top: int
+    ctx: Context, rows: Tensor, offsets: Tensor, pairs: Tensor, w: Tensor, *scales: Tensor, table: str, top: int
 ) -> Tensor:
-    return grouped_gate_up(ctx, rows[pairs // top], offsets, w)
+    return grouped_gate_up(ctx, rows[pairs // top], offsets, w, *scales)
 
 
 def reduced_linear(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from moec.blocks import BLOCK
 from moec.ir.program import Program
 from moec.placement import span
 
@@ -229,14 +230,27 @@ def moe(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down:
     return out
 
 
-def grouped_linear(ctx: Context, rows: Tensor, offsets: Tensor, w: Tensor) -> Tensor:
+def scaled(w: Tensor, scales: Tensor | None, sides: int = 1) -> Tensor:
+    """Matrices [M, N, K] times the scales of their blocks, where they have some; `sides` are joined, each with its."""
+    if scales is None:
+        return w
+    parts = zip(w.chunk(sides, 1), scales.chunk(sides, 1), strict=True)
+    return torch.cat([part * _spread(scale, part.shape[2])[:, : part.shape[1]] for part, scale in parts], 1)
+
+
+def _spread(scales: Tensor, columns: int) -> Tensor:
+    return scales.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)[:, :, :columns]
+
+
+def grouped_linear(ctx: Context, rows: Tensor, offsets: Tensor, w: Tensor, scales: Tensor | None = None) -> Tensor:
+    w = scaled(w, scales)
     ends = offsets.tolist()
     parts = [linear(ctx, rows[start:end], w[m]) for m, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
     return torch.cat([*parts, rows.new_zeros(0, w.shape[1])])
 
 
-def grouped_gate_up(ctx: Context, rows: Tensor, offsets: Tensor, w: Tensor) -> Tensor:
-    gate, up = (grouped_linear(ctx, rows, offsets, part) for part in w.chunk(2, 1))
+def grouped_gate_up(ctx: Context, rows: Tensor, offsets: Tensor, w: Tensor, scales: Tensor | None = None) -> Tensor:
+    gate, up = (grouped_linear(ctx, rows, offsets, part) for part in scaled(w, scales, sides=2).chunk(2, 1))
     return silu_mul(ctx, gate, up)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from moec.ir.ops.comm import all_reduce_place
 from moec.ir.ops.moe import held
+from moec.ir.ops.scales import require_scales, without_scales
 from moec.ir.ops.table import (
     CPP,
     OPS,
@@ -73,6 +74,7 @@ def _as_offsets(call: Call, axis: str, places: Places) -> Places:
 
 def _served_shape(call: Call) -> Shapes:
     (rows, hidden), (offsets,), (slots,), gate_up, down = (call.shape(i) for i in range(5))
+    require_scales(call)
     call.require(offsets == slots == gate_up[0] == down[0], "offsets, slots and experts are as many")
     call.require(gate_up[2] == hidden == down[1], f"experts {gate_up}, {down} on rows of {hidden}")
     call.require(gate_up[1] == 2 * local_dim(down[2], "inner size"), f"gate and up {gate_up}, down {down}")
@@ -81,7 +83,7 @@ def _served_shape(call: Call) -> Shapes:
 
 def _served_place(call: Call, axis: str, places: Places) -> Places:
     """As its two products one after the other: `grouped_gate_up`, then `grouped_linear`."""
-    rows, offsets, slots, gate_up, down = places
+    rows, offsets, slots, gate_up, down = without_scales(call, axis, places)
     if slots != offsets:
         raise refuse(call, axis, places, "slots are of other offsets")
     if isinstance(gate_up, Placed) and gate_up.table != call.attrs["table"]:
@@ -93,11 +95,11 @@ def _served_place(call: Call, axis: str, places: Places) -> Places:
 GUESS = ("eps", "score", "top", "groups", "keep")
 START = ("table", "ahead", "most", "by")
 CACHE, COMM = frozenset({"cache"}), frozenset({"comm"})
-SERVED = ("float", "i32", "i32", "float", "float")
+SERVED = ("float", "i32", "i32", "weight", "weight", "fp32", "fp32")
 
 register(Op("guess", ("float", "float", "float", "fp32"), _guess_shape, rows_and_param, GUESS, num_optional=1))
 register(Op("count_experts", ("i64",), _counts_shape, _counts_place, ("table",)))
 register(Op("sum_counts", ("i64",), like_first, all_reduce_place, ("group",), effects=COMM))
 register(Op("prefetch.start", ("i64",), _start_shape, _start_place, START, effects=CACHE))
 register(Op("prefetch.wait", ("i32",), _wait_shape, _as_offsets, ("table",), effects=CACHE))
-register(Op("cached_experts", SERVED, _served_shape, _served_place, ("table",), kernels=CPP))
+register(Op("cached_experts", SERVED, _served_shape, _served_place, ("table",), num_optional=2, kernels=CPP))

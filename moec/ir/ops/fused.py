@@ -8,6 +8,7 @@ the operations that they stand for would. Symbols: see `moec.ir.ops.exchange`.
 from __future__ import annotations
 
 from moec.ir.ops.moe import held
+from moec.ir.ops.scales import require_scales, without_scales
 from moec.ir.ops.table import OPS, TRITON, Call, Op, Places, Shapes, local_dim, refuse, register, symbol
 
 
@@ -21,6 +22,7 @@ def _pairs_place(call: Call, axis: str, places: Places) -> Places:
 
 def _gathered_shape(call: Call) -> Shapes:
     (rows, hidden), (offsets,), (pairs,), (num_experts, out, inner) = (call.shape(i) for i in range(4))
+    require_scales(call)
     call.same_dims(pairs, symbol("X", rows), "pairs and pairs of the rows")
     call.same_dims(offsets, num_experts, "offsets and experts held")
     call.same_dims(hidden, inner, "inner dims")
@@ -29,7 +31,7 @@ def _gathered_shape(call: Call) -> Shapes:
 
 def _gathered_place(call: Call, axis: str, places: Places) -> Places:
     """As `group_rows`, then `grouped_gate_up`."""
-    rows, offsets, pairs, w = places
+    rows, offsets, pairs, w = without_scales(call, axis, places)
     grouped = OPS["group_rows"].place(call, axis, (rows, rows))[0]
     if not grouped == offsets == pairs:
         raise refuse(call, axis, places, "offsets and pairs are of other rows")
@@ -52,9 +54,11 @@ def _reduced_place(call: Call, axis: str, places: Places) -> Places:
     return OPS["reduce_rows"].place(call, axis, (given, pairs, weights))
 
 
-GATHERED = ("float", "i32", "i64", "float")
+GATHERED = ("float", "i32", "i64", "weight", "fp32")
 REDUCED = ("float", "i32", "float", "i64", "fp32")
 
 register(Op("group_pairs", ("i64",), _pairs_shape, _pairs_place, ("table",), num_results=2, kernels=TRITON))
-register(Op("gathered_gate_up", GATHERED, _gathered_shape, _gathered_place, ("table", "top"), kernels=TRITON))
+register(
+    Op("gathered_gate_up", GATHERED, _gathered_shape, _gathered_place, ("table", "top"), num_optional=1, kernels=TRITON)
+)
 register(Op("reduced_linear", REDUCED, _reduced_shape, _reduced_place, ("table",), kernels=TRITON))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moec.ir.ops.scales import require_scales, without_scales
 from moec.ir.ops.table import (
     ALL,
     CPP,
@@ -52,6 +53,7 @@ def _route_shape(call: Call) -> Shapes:
 
 def _moe_shape(call: Call) -> Shapes:
     x, ids, weights, gate, up, down = (call.shape(i) for i in range(6))
+    require_scales(call)
     call.require(ids == weights, f"ids are {ids}, weights {weights}")
     call.same_dims(x[0], ids[0], "rows of tokens and of ids")
     call.require(gate == up, f"gate is {gate}, up {up}")
@@ -60,7 +62,7 @@ def _moe_shape(call: Call) -> Shapes:
 
 
 def _moe_place(call: Call, axis: str, places: Places) -> Places:
-    x, ids, weights, gate, up, down = places
+    x, ids, weights, gate, up, down = without_scales(call, axis, places)
     if ids == x == weights and gate == up:
         if x in (Replicate(), Shard(0)) and gate == down and gate in (Replicate(), Placed(call.attrs["table"])):
             if x == Replicate() and gate != Replicate():
@@ -72,6 +74,7 @@ def _moe_place(call: Call, axis: str, places: Places) -> Places:
 
 
 def _grouped_shape(call: Call) -> Shapes:
+    require_scales(call)
     (rows, width), (num_offsets,), (num_experts, out, inner) = (call.shape(i) for i in range(3))
     call.same_dims(num_offsets, num_experts, "offsets and experts held")
     call.same_dims(width, inner, "inner dims")
@@ -84,7 +87,7 @@ def _grouped_gate_up_shape(call: Call) -> Shapes:
 
 
 def _grouped_place(call: Call, axis: str, places: Places) -> Places:
-    rows, offsets, w = places
+    rows, offsets, w = without_scales(call, axis, places)
     if isinstance(rows, Routed) and rows.at == "grouped" and offsets == rows and w == Placed(rows.table):
         return (rows,)
     if rows == offsets and rows in (Replicate(), Shard(0)) and w == Replicate() and axis != "ep":
@@ -126,14 +129,13 @@ def _join_place(call: Call, axis: str, places: Places) -> Places:
 #: Most chunks that a step is cut in.
 MOST_CHUNKS = 8
 ROUTE = ("score", "top", "groups", "keep", "renormalize", "scale", "table")
-GROUPED = ("float", "i32", "float")
+GROUPED = ("float", "i32", "weight", "fp32")
+MOE = ("float", "i64", "fp32", *("weight",) * 3, *("fp32",) * 3)
 
 register(Op("router_logits", ("float", "float"), _router_shape, rows_and_param, kernels=CPP))
-register(
-    Op("route", ("fp32", "fp32"), _route_shape, rows_and_param, ROUTE, ("shared",), 1, num_results=2, kernels=ALL)
-)
-register(Op("moe", ("float", "i64", "fp32", *("float",) * 3), _moe_shape, _moe_place, ("table",), kernels=()))
-register(Op("grouped_linear", GROUPED, _grouped_shape, _grouped_place, kernels=ALL))
-register(Op("grouped_gate_up", GROUPED, _grouped_gate_up_shape, _grouped_gate_up_place, kernels=ALL))
+register(Op("route", ("fp32", "fp32"), _route_shape, rows_and_param, ROUTE, ("shared",), 1, num_results=2, kernels=ALL))
+register(Op("moe", MOE, _moe_shape, _moe_place, ("table",), num_optional=3, kernels=()))
+register(Op("grouped_linear", GROUPED, _grouped_shape, _grouped_place, num_optional=1, kernels=ALL))
+register(Op("grouped_gate_up", GROUPED, _grouped_gate_up_shape, _grouped_gate_up_place, num_optional=1, kernels=ALL))
 register(Op("chunk_rows", ("any",), _chunk_shape, rowwise, ("parts", "index")))
 register(Op("join_rows", ("float",) * MOST_CHUNKS, _join_shape, _join_place, num_optional=MOST_CHUNKS - 1))

@@ -26,7 +26,7 @@ def group_pairs(here: Here, ids: Column, table: str) -> tuple[Column, Column]:
 
 
 def gathered_gate_up(
-    here: Here, rows: Column, offsets: Column, pairs: Column, param: Column, table: str, top: int
+    here: Here, rows: Column, offsets: Column, pairs: Column, param: Column, *scales: Column, table: str, top: int
 ) -> tuple[Column]:
     experts = experts_of(here, param[0])
     grouped: Column = []

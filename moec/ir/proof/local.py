@@ -92,7 +92,7 @@ def start_work(here: Here, row: Row, choice: int, expert: int) -> Work:
     return Work(row.token, choice, expert)
 
 
-def grouped_linear(here: Here, rows: Column, offsets: Column, param: Column) -> tuple[Column]:
+def grouped_linear(here: Here, rows: Column, offsets: Column, param: Column, *scales: Column) -> tuple[Column]:
     (weight,) = param
     name = weight.parts[0].rpartition(".")[2]
     require(name in ("gate", "up", "down") and len(weight.parts) == 1, f"{weight.parts} is no product of an expert")
@@ -100,7 +100,7 @@ def grouped_linear(here: Here, rows: Column, offsets: Column, param: Column) -> 
     return (_product(here, rows, offsets, weight, wanted, "out" if name == "down" else name),)
 
 
-def grouped_gate_up(here: Here, rows: Column, offsets: Column, param: Column) -> tuple[Column]:
+def grouped_gate_up(here: Here, rows: Column, offsets: Column, param: Column, *scales: Column) -> tuple[Column]:
     return (_product(here, rows, offsets, param[0], "in", "act"),)
 
 
@@ -134,7 +134,7 @@ def _given(here: Here, work: Work, part: int | None) -> Row:
 
 
 def cached_experts(
-    here: Here, rows: Column, offsets: Column, slots: Column, gate_up: Column, down: Column, table: str
+    here: Here, rows: Column, offsets: Column, slots: Column, gate_up: Column, down: Column, *scales: Column, table: str
 ) -> tuple[Column]:
     act = _product(here, rows, offsets, gate_up[0], "in", "act")
     return (_product(here, act, offsets, down[0], "act", "out"),)

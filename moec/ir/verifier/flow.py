@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from moec.ir.params import State
+from moec.blocks import SCALES
+from moec.ir.ops.scales import SCALES_AT
+from moec.ir.params import Param, State
 from moec.ir.program import Body, Program, Type, is_op, op_of, type_of
 from moec.layout import Replicate, Shard
 
@@ -48,10 +50,12 @@ JOINED = {
 
 
 def check_joined(program: Program, body: Body) -> Faults:
-    """A parameter of two parts is read as two, and only there."""
+    """A parameter of two parts is read as two, and only there; scales are those of the weights that they scale."""
     for node in filter(is_op, body.graph.nodes):
         name = op_of(node).name
         read = [body.params.get(str(value.target)) for value in node.args if isinstance(value, fx.Node)]
+        for weights, scales in reversed([pair for pair in SCALES_AT.get(name, ()) if pair[1] < len(read)]):
+            yield from _scale_fault(name, read[weights], read.pop(scales))
         if name in JOINED:
             index, dim = JOINED[name]
             param = read.pop(index)
@@ -70,6 +74,12 @@ def check_shared(program: Program, body: Body) -> Faults:
     if added and len(added | held) > 1:
         counts = " or ".join(map(str, sorted(held)))
         yield f"the router adds {' or '.join(map(str, sorted(added)))} shared experts, the parameters have {counts}"
+
+
+def _scale_fault(name: str, weights: Param | None, scales: Param | None) -> Faults:
+    wanted = tuple(part + SCALES for part in weights.parts) if weights is not None else None
+    if scales is None or weights is None or (scales.parts, scales.dim) != (wanted, weights.dim):
+        yield f"{name} scales weights by what are no scales of theirs"
 
 
 # --- KV states ---------------------------------------------------------------------------------------------------

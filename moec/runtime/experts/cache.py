@@ -80,10 +80,9 @@ class ExpertCache:
     def views(self, layer: int) -> dict[str, Tensor]:
         """The parameters of a layer's experts, [slots, ...]: row s is the expert in slot s."""
         found, start = {}, 0
-        dtype = DTYPES[self.contents.dtype]
-        for name, shape in self.contents.layers[self._index[layer]].parameters:
-            size = torch.Size(shape).numel() * dtype.itemsize
-            found[name] = self.arena[:, start : start + size].view(dtype).view(-1, *shape)
+        for name, dtype, shape in self.contents.layers[self._index[layer]].parameters:
+            size = torch.Size(shape).numel() * DTYPES[dtype].itemsize
+            found[name] = self.arena[:, start : start + size].view(DTYPES[dtype]).view(-1, *shape)
             start += size
         return found
 

@@ -44,29 +44,25 @@ class FileFault(Exception):
 class LayerBlobs:
     """The experts of one sparse layer on this rank.
 
-    `name`: as errors name it; `parameters`: name and shape of those of one expert, in the order they have in its blob.
+    `name`: as errors name it; `parameters`: name, dtype (of `TORCH_DTYPES`) and shape of those of one expert, in the
+    order they have in its blob.
     """
 
     name: str
     experts: tuple[int, ...]
-    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    parameters: tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file is to hold. `fingerprint`: of the checkpoint, and of this rank's cut of its experts.
-
-    `dtype`: one of `TORCH_DTYPES`, the dtype of all parameters.
-    """
+    """What a file is to hold. `fingerprint`: of the checkpoint, and of this rank's cut of its experts."""
 
     fingerprint: str
-    dtype: str
     layers: tuple[LayerBlobs, ...]
 
     def blob_bytes(self, layer: int) -> int:
         """Bytes of each blob of a layer."""
-        values = sum(math.prod(shape) for _, shape in self.layers[layer].parameters)
-        return values * TORCH_DTYPES[self.dtype].itemsize
+        return sum(math.prod(shape) * TORCH_DTYPES[dtype].itemsize for _, dtype, shape in self.layers[layer].parameters)
 
     @cached_property
     def text(self) -> bytes:

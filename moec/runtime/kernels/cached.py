@@ -11,6 +11,7 @@ C slots of this rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from moec.runtime.context import Context
 from moec.runtime.kernels.torch_dense import rms_norm
-from moec.runtime.kernels.torch_moe import GROUPED_ALIGNMENT, at_boundary, route, router_logits
+from moec.runtime.kernels.torch_moe import GROUPED_ALIGNMENT, at_boundary, multiply_fp8, route, router_logits
 from moec.runtime.kernels.torch_pairs import lost_rows
 
 
@@ -82,15 +83,17 @@ def cached_experts(
     slots_M: Tensor,
     gate_up_CGD: Tensor,
     down_CDI: Tensor,
-    *,
+    *scales: Tensor,
     table: str,
 ) -> Tensor:
     """down(silu(gate row) * (up row)) for the rows of each expert, as it comes into its slot: [X, D].
 
-    The G = 2 I rows of a slot are gate's, then up's. Which slots those are is known on this side of the device
-    (`slots_M` has them there). Raises what `served` does.
+    The G = 2 I rows of a slot are gate's, then up's; experts in fp8 have `scales` of both matrices. Which slots those
+    are is known on this side of the device (`slots_M` has them there). Raises what `served` does.
     """
     assert ctx.cache is not None and ctx.layer is not None
+    if scales:
+        return _cached_fp8(ctx, rows_XD, offsets_M, slots_M, (gate_up_CGD, down_CDI), scales, table)
     held, _ = _held(ctx, table)
     ranges, num_rows = _all_ranges(ctx, rows_XD.shape[0], offsets_M), rows_XD.shape[0]
     sizes, number = [end - first for _, first, end in ranges], {held[m]: i for i, (m, _, _) in enumerate(ranges)}
@@ -110,6 +113,18 @@ def cached_experts(
                 act[i].copy_(_activated(wide[i]))
         for i, slot in mine:
             torch.mm(act[i], down(slot), out=out[i])
+    return out_XD
+
+
+def _cached_fp8(
+    ctx: Context, rows_XD: Tensor, offsets_M: Tensor, slots_M: Tensor, matrices: Sequence[Tensor],
+    scales: Sequence[Tensor], table: str,
+) -> Tensor:  # fmt: skip
+    out_XD, dtype = torch.empty_like(rows_XD), rows_XD.dtype
+    for slot, mine in chain.from_iterable(served(ctx, rows_XD.shape[0], offsets_M, slots_M, table)):
+        (gate_up, down), (gate_up_scales, down_scales) = ((x[slot] for x in found) for found in (matrices, scales))
+        act = _activated(multiply_fp8(rows_XD[mine], gate_up, gate_up_scales, sides=2).to(dtype))
+        out_XD[mine] = multiply_fp8(act, down, down_scales).to(dtype)
     return out_XD
 
 

@@ -19,10 +19,11 @@ def group_pairs(ctx: Context, ids_Rk: Tensor, *, table: str) -> tuple[Tensor, Te
 
 
 def gathered_gate_up(
-    ctx: Context, rows_RD: Tensor, offsets_M: Tensor, pairs_X: Tensor, w_MGD: Tensor, *, table: str, top: int
-) -> Tensor:
+    ctx: Context, rows_RD: Tensor, offsets_M: Tensor, pairs_X: Tensor, w_MGD: Tensor, *scales: Tensor, table: str,
+    top: int,
+) -> Tensor:  # fmt: skip
     """`grouped_gate_up` of row pairs[x] // top for each x: [X, I]."""
-    return grouped_gate_up(ctx, rows_RD.index_select(0, pairs_X // top), offsets_M, w_MGD)
+    return grouped_gate_up(ctx, rows_RD.index_select(0, pairs_X // top), offsets_M, w_MGD, *scales)
 
 
 def reduced_linear(

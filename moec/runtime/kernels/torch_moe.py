@@ -3,7 +3,7 @@
 An expert's rows are neighbours; nothing is padded, an expert with no rows computes nothing.
 
 Shapes: S tokens, E experts, M experts held by this rank, k choices, R rows at their experts, D hidden, N outputs,
-I inner.
+I inner; B and G blocks of 128 along N and K.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moec.diagnostics import MoecError, fail
 from moec.runtime.context import Context
+from moec.runtime.quantise import dequantise_blocks
 
 #: `F.grouped_mm` wants the strides of its operands and of its result to be multiples of this many bytes.
 GROUPED_ALIGNMENT = 16
@@ -104,11 +105,16 @@ def scores_fault(ctx: Context, table: str, row: int) -> MoecError:
     )
 
 
-def grouped_linear(ctx: Context, rows_RK: Tensor, offsets_M: Tensor, w_MNK: Tensor) -> Tensor:
+def grouped_linear(
+    ctx: Context, rows_RK: Tensor, offsets_M: Tensor, w_MNK: Tensor, scales_MBG: Tensor | None = None
+) -> Tensor:
     """rows @ w[m].T for the rows of each expert m, which end at offsets[m] (the last end is R): [R, N].
 
+    With `scales` the weights are in fp8 (`moec.runtime.quantise`): multiplied in fp32, one expert in use at a time.
     Raises E0508 where the ends leave rows over, as far as that can be seen without waiting for a GPU.
     """
+    if scales_MBG is not None:
+        return _grouped_fp8(ctx, rows_RK, offsets_M, w_MNK, scales_MBG)
     num_rows, inner = rows_RK.shape
     width = w_MNK.shape[1]
     aligned = all(size * rows_RK.element_size() % GROUPED_ALIGNMENT == 0 for size in (inner, width))
@@ -125,6 +131,25 @@ def grouped_linear(ctx: Context, rows_RK: Tensor, offsets_M: Tensor, w_MNK: Tens
     return out_RN
 
 
+def _grouped_fp8(
+    ctx: Context, rows_RK: Tensor, offsets_M: Tensor, w_MNK: Tensor, scales_MBG: Tensor, sides: int = 1
+) -> Tensor:
+    out_RN = rows_RK.new_empty(rows_RK.shape[0], w_MNK.shape[1])
+    first = 0
+    for expert, end in enumerate(offsets_M.tolist()):
+        if end > first:
+            out_RN[first:end] = multiply_fp8(rows_RK[first:end], w_MNK[expert], scales_MBG[expert], sides)
+        first = end
+    if first != len(rows_RK):
+        raise _lost_rows(ctx, f"experts were given {first} of {len(rows_RK)} rows")
+    return out_RN
+
+
+def multiply_fp8(rows_RK: Tensor, w_NK: Tensor, scales_BG: Tensor, sides: int = 1) -> Tensor:
+    """rows @ w.T with one expert's matrix in fp8, in which `sides` of them are joined: fp32 [R, N]."""
+    return rows_RK.float() @ dequantise_blocks(w_NK, scales_BG, sides).t()
+
+
 def at_boundary(w_NK: Tensor) -> Tensor:
     """One expert's matrix, where it begins at a multiple of 16 bytes: a product's last bits may depend on that.
 
@@ -133,9 +158,15 @@ def at_boundary(w_NK: Tensor) -> Tensor:
     return w_NK.clone() if w_NK.data_ptr() % GROUPED_ALIGNMENT else w_NK
 
 
-def grouped_gate_up(ctx: Context, rows_RD: Tensor, offsets_M: Tensor, w_MGD: Tensor) -> Tensor:
+def grouped_gate_up(
+    ctx: Context, rows_RD: Tensor, offsets_M: Tensor, w_MGD: Tensor, scales_MBG: Tensor | None = None
+) -> Tensor:
     """silu(rows @ gate.T) * (rows @ up.T) per expert: [R, I]. The G = 2 I rows of w[m] are gate's, then up's."""
-    gate, up = grouped_linear(ctx, rows_RD, offsets_M, w_MGD).chunk(2, dim=-1)
+    if scales_MBG is None:
+        both_RG = grouped_linear(ctx, rows_RD, offsets_M, w_MGD)
+    else:
+        both_RG = _grouped_fp8(ctx, rows_RD, offsets_M, w_MGD, scales_MBG, sides=2)
+    gate, up = both_RG.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
