@@ -9,7 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from moec.cli.app import app
+from moec.compiler import compile
 from moec.explain.exchange import _best_by
+from moec.explain.page import explain_plan
 from tests.conftest import ROOT
 
 EXAMPLE = ROOT / "examples" / "tiny"
@@ -57,6 +59,24 @@ def test_the_page_shows_the_error_as_printed() -> None:
     page = (ROOT / "specs" / "errors" / "E0680.md").read_text()
     command, shown = (line.strip() for line in page.splitlines() if line.startswith("    "))
     assert shown == f"moec: error[E0680]: {refused(command.split()[-1])}"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        ({"ranks.attention": "dp(1)", "ranks.experts": "ep(1)"}, "in the products of the routed ones"),
+        ({}, "by themselves: the routed ones compute other rows"),
+    ],
+)
+def test_where_shared_experts_run_and_why(mesh: dict[str, str], said: str) -> None:
+    """For each phase; nothing is said where the kernels are others."""
+    overrides = [f"{key}={value}" for key, value in mesh.items()]
+    lines, others = (
+        explain_plan(compile(EXAMPLE / "tiny.moe", overrides=overrides, kernels=kernels).document).splitlines()
+        for kernels in ("triton", "torch")
+    )
+    assert [line for line in lines if "shared experts" in line] == [f"    shared experts {said}"] * 2
+    assert not any("shared experts" in line for line in others)
 
 
 def test_import_names_every_degree() -> None:
