@@ -81,9 +81,11 @@ class Context:
 
     def held(self, table: str) -> range:
         """Slot numbers that this rank holds under a placement table."""
-        counts = self.placements[table].counts
-        index = self.mesh.coordinate(self.rank, "ep")
-        return range(sum(counts[:index]), sum(counts[: index + 1]))
+        found: range | None = self.memo.get(("held", table))
+        if found is None:
+            counts, index = self.placements[table].counts, self.mesh.coordinate(self.rank, "ep")
+            found = self.memo["held", table] = range(sum(counts[:index]), sum(counts[: index + 1]))
+        return found
 
     def held_experts(self, table: str) -> tuple[int, ...]:
         """Ids of the experts that this rank holds under a placement table, in slot order."""

@@ -34,6 +34,8 @@ SIGNATURES: dict[type[Shape] | str, tuple[tuple[Any, ...], Any]] = {
     LatentAttention: ((*(_P,) * 7, _N, _N, _F, _P), None),
     Router: ((_P, _P, _N, _P, _P), None),
     Route: ((_P, _N, _P, _F, _P, _P), _N),
+    "take_rows": ((_P, _N, _P, _N, _N, _P), ctypes.c_bool),
+    "add": ((_P, _P, _N, _P), None),
     "group_rows": ((_P, *(_N,) * 3, _P, _P, _N, _N, _P, _P, _P), _N),
     "reduce_rows": ((_P, _N, _N, _P, _P, _N, _N, _P), None),
     "set_threads": ((ctypes.c_int,), None),

@@ -20,6 +20,7 @@ from moec.runtime.experts.cache import ExpertCache
 from moec.runtime.experts.session import open_cache
 from moec.runtime.generate import Place
 from moec.runtime.groups import make_groups
+from moec.runtime.host_memory import keep_freed
 from moec.runtime.kernels.triton_products import target_of
 from moec.runtime.kv import allocate_kv
 from moec.runtime.launch.rank import Rank
@@ -91,7 +92,9 @@ def open_session(
         Executor(program, tensors, kv, rank=rank.rank, groups=groups, status=rank.status, cache=cache, chosen=chosen)
         for program in programs
     )
-    if rank.device.type == "cuda" and not obstacle(programs[1]):
+    if rank.device.type == "cpu":
+        keep_freed()
+    elif rank.device.type == "cuda" and not obstacle(programs[1]):
         decode.capture(CudaCapture())
     limits = read_limits(artifact)
     return Session(Place(mesh, rank.rank, groups, rank.device, rank.status), limits, prefill, decode, cache)

@@ -25,7 +25,7 @@ from moec.ir.program import Program
 from moec.layout import Placed, Replicate, Shard
 from moec.mesh import Mesh
 from moec.placement import Placement
-from moec.runtime.huge_pages import advise_huge
+from moec.runtime.host_memory import advise_huge
 from moec.runtime.weights_reader import TORCH_DTYPES, ShardReader
 
 Progress = Callable[[int, int], None]

@@ -103,11 +103,11 @@ def _gate_up_place(call: Call, axis: str, places: Places) -> Places:
     return (place,)
 
 
-register(Op("embed", ("i64", "float"), _embed_shape, rows_and_param))
+register(Op("embed", ("i64", "float"), _embed_shape, rows_and_param, kernels=CPP))
 register(Op("take", ("float", "i64"), _take_shape, rowwise))
 register(Op("rms_norm", ("float", "float"), _norm_shape, _norm_place, ("eps",), kernels=CPP))
 register(Op("linear", ("float", "float"), _linear_shape, _linear_place, kernels=CPP))
 register(Op("add_bias", ("float", "float"), _norm_shape, _bias_place))
-register(Op("add", ("float", "float"), _same_shape, _add_place))
+register(Op("add", ("float", "float"), _same_shape, _add_place, kernels=CPP))
 register(Op("silu_mul", ("float", "float"), _same_shape, _product_place))
 register(Op("gate_up", ("float", "float"), _gate_up_shape, _gate_up_place, kernels=CPP))

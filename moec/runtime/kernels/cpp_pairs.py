@@ -14,7 +14,7 @@ from moec.codegen.cpp import Route
 from moec.codegen.kernel_route import Score
 from moec.runtime.context import Context
 from moec.runtime.cpp_library import Library
-from moec.runtime.huge_pages import new_empty
+from moec.runtime.host_memory import new_empty
 from moec.runtime.kernels import torch_moe, torch_pairs
 
 _SCORES = {score.value: score for score in Score}

@@ -1,7 +1,8 @@
-"""Kernels rendered from the C++ template, under the names of the kernel table: products, norms, and the table itself.
+"""Kernels rendered from the C++ template, under the names of the kernel table: products, and the table itself.
 
 Each function here hands a library's function its operands' addresses. What a C++ kernel refuses goes to torch's, whose
-check says why. Attention: `cpp_attention`; routing, and rows on their way to experts: `cpp_pairs`.
+check says why. Attention: `cpp_attention`; embedding, sums and norms: `cpp_rows`; routing, and rows on their way to
+experts: `cpp_pairs`.
 
 Shapes: T, R rows, D hidden, K summed, N outputs, I inner, S tokens, E experts, M experts held, X pairs served here,
 C slots of a cache.
@@ -18,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moec.codegen.cpp import Norm, Product, Router
+from moec.codegen.cpp import Product, Router
 from moec.runtime.context import Context
 from moec.runtime.cpp_library import Library
-from moec.runtime.huge_pages import new_empty
+from moec.runtime.host_memory import new_empty
 from moec.runtime.kernels import cached, torch_pairs
 from moec.runtime.kernels.cpp_attention import attention, mla_attention, rope
 from moec.runtime.kernels.cpp_pairs import group_rows, reduce_rows, route
+from moec.runtime.kernels.cpp_rows import add, embed, rms_norm
 
 
 def bind(library: Library) -> dict[str, Callable[..., Any]]:
@@ -108,18 +110,10 @@ def cached_experts(
     return out_XD
 
 
-def rms_norm(library: Library, ctx: Context, x: Tensor, w_D: Tensor, *, eps: float) -> Tensor:
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    width = w_D.shape[0]
-    library.get(Norm, width)(x.data_ptr(), x.numel() // width, w_D.data_ptr(), out.data_ptr(), eps)
-    return out
-
-
 KERNELS: dict[str, Callable[..., Any]] = {
     kernel.__name__: kernel
     for kernel in (
-        linear, gate_up, grouped_linear, grouped_gate_up, cached_experts, rms_norm, rope, attention, mla_attention,
-        router_logits, route, group_rows, reduce_rows,
+        embed, add, rms_norm, linear, gate_up, grouped_linear, grouped_gate_up, cached_experts,
+        rope, attention, mla_attention, router_logits, route, group_rows, reduce_rows,
     )
 }  # fmt: skip
