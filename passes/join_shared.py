@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from moec.blocks import BLOCK
 from moec.ir.build import drop_unused_params, erase, reinfer
 from moec.ir.params import Param, Shared
 from moec.ir.program import Body, Program, is_op, op_of, operands, type_of
@@ -48,8 +49,8 @@ class JoinShared(Pass):
 
     Where the shared expert is n times as wide as a routed one, on rows that are sorted by expert on the rank that has
     them and reduced over the same ranks. With an exchange the rows are others, and both phases must hold the weights
-    alike; a cache has no slot for shared experts. Sums are rounded once instead of twice, and n experts are summed
-    one by one: not the same bits.
+    alike; a cache has no slot for shared experts. Beside experts that stay in fp8 the shared ones do too. Sums are
+    rounded once instead of twice, and n experts are summed one by one: not the same bits.
 
     before: %1, %2 = route(%0, top=8, table=routed); ...; %7 = reduce_rows(%6, %5, %2, table=routed)
             %8 = gate_up(%x, @shared.gate_up); %9 = linear(%8, @shared.down); %10 = add(%7, %9)
@@ -103,15 +104,17 @@ def _find(program: Program, body: Body) -> Sparse:
     route = _only("route", *ids.all_input_nodes)
     _require(_source(rows) is operands(first)[0], OTHER_ROWS)
     _require(_reduced(program, moved) == _reduced(program, shared), "they are cut over other ranks")
-    mine, theirs = _weights(body, second, 1).dtype, _weights(body, down, 2).dtype
-    _require(mine == theirs, f"they are {mine}, the routed ones {theirs}")
     inner, width = (int(str(type_of(node).shape[-1])) for node in (gate_up, first))
     _require(width % inner == 0, f"they are {width} wide on a rank, which is no multiple of {inner}")
+    if body.params[_weights(down)[0]].is_fp8:
+        whole = body.params["shared.down"].shape[1] // (width // inner)
+        _require(whole % BLOCK == 0 or width == inner, f"each is {whole} wide, which is not whole blocks of {BLOCK}")
     return Sparse(route, group, gate_up, down, reduce, routed, (*reversed(shared), first), total, width // inner)
 
 
-def _weights(body: Body, product: fx.Node, index: int) -> Param:
-    return body.params[str(operands(product)[index].target)]
+def _weights(product: fx.Node) -> list[str]:
+    """Parameters of a product of routed experts: weights, and their scales where they have some."""
+    return [str(value.target) for value in operands(product)[2:]]
 
 
 def _require(holds: bool, why: str) -> None:
@@ -167,9 +170,9 @@ def _join(program: Program, body: Body, found: Sparse) -> None:
     for node in (found.route, found.group, found.reduce):
         node.kwargs = {**node.kwargs, "table": table}
     found.route.kwargs = {**found.route.kwargs, "shared": found.count}
-    for product, name, dim in ((found.gate_up, "shared.gate_up", 0), (found.down, "shared.down", 1)):
-        param = str(operands(product)[2].target)
-        body.params[param] = _with_shared(body.params[param], body.params[name], found.count, dim)
+    for product, dim in ((found.gate_up, 0), (found.down, 1)):
+        for name in _weights(product):
+            body.params[name] = _with_shared(body.params[name], found.count, dim)
     found.total.replace_all_uses_with(found.routed)
     for node in (found.total, *found.shared):
         erase(body, node)
@@ -177,9 +180,10 @@ def _join(program: Program, body: Body, found: Sparse) -> None:
     reinfer(program, body)
 
 
-def _with_shared(experts: Param, matrix: Param, count: int, dim: int) -> Param:
+def _with_shared(experts: Param, count: int, dim: int) -> Param:
+    parts = tuple(part.replace("experts.", "shared.") for part in experts.parts)
     shape = (experts.shape[0] + count, *experts.shape[1:])
-    return replace(experts, shape=shape, shared=Shared(matrix.parts, count, dim))
+    return replace(experts, shape=shape, shared=Shared(parts, count, dim))
 
 
 def _forget_tables(program: Program) -> None:

@@ -67,6 +67,20 @@ def test_last_blocks_may_be_smaller(tmp_path: Path) -> None:
     assert worst(found.logits, case.wanted.logits) < 1e-4
 
 
+@pytest.mark.parametrize("mesh", (None, "tp=2,etp=2"), ids=str)
+def test_shared_experts_among_the_routed_ones_stay_in_fp8_too(whole: Case, mesh: str | None, tmp_path: Path) -> None:
+    """In a program for GPUs. Rows are in fp32, of which PyTorch's kernels take what Triton's do not."""
+    artifact = compile_checkpoint(
+        whole.fp8, tmp_path, mesh, "flat", "triton", "plan.prefill.tokens=16", "plan.decode.batch=2"
+    )
+    params = artifact.prefill.bodies["sparse"].params
+    shared = {name: params[name].shared for name in ("experts.gate_up", "experts.down_scales")}
+    assert [found.count for found in shared.values() if found is not None] == [2, 2] and "shared.down" not in params
+    found = run(artifact, whole.fp8, tmp_path, whole.prompts, 2)
+    assert worst(found.logits, whole.wanted.logits) < 1e-4
+    assert found.tokens == [tokens[:2] for tokens in whole.wanted.tokens]
+
+
 @pytest.mark.parametrize("mesh", (None, "ep=2,etp=2"), ids=str)
 def test_a_cache_of_fp8_experts_changes_no_bit(whole: Case, mesh: str | None, tmp_path: Path) -> None:
     resident = run(compile_checkpoint(whole.fp8, tmp_path, mesh), whole.fp8, tmp_path, whole.prompts, NUM_TOKENS)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from moec.checked import Plan
 from moec.compiler_uses import load_of
@@ -22,8 +23,21 @@ from moec.ir.verifier.program import verify
 from moec.passes.fuse_experts import FuseExperts
 from moec.passes.join_shared import JoinShared
 from moec.routing import RandomRouting, TracedRouting, WithShared
-from moec.runtime.weights import wanted
-from tests.programs import compiled, edited, evaluate, few, moe, plan, program_of, random_plan, random_steps, weights_of
+from moec.runtime.weights import logical_shapes, wanted
+from tests.programs import (
+    STEPS,
+    Weights,
+    compiled,
+    edited,
+    evaluate,
+    few,
+    moe,
+    plan,
+    program_of,
+    random_plan,
+    random_steps,
+    weights_of,
+)
 from tests.test_preservation import close
 
 JOIN = JoinShared("triton")
@@ -42,10 +56,16 @@ def counts_of(program: Program) -> list[int]:
     return [found.count for found in shared if found is not None]
 
 
+def scales_beside(program: Program, weights: Weights) -> Weights:
+    """Scales of 1 for what the program reads in fp8 and the one before it does not."""
+    shapes = logical_shapes(wanted([program]))
+    return {name: torch.ones(shape, dtype=torch.float64) for name, shape in shapes.items() if name not in weights}
+
+
 def test_it_preserves_random_programs() -> None:
     """What the layers compute, and that every row reaches each of its experts once; read back from their text."""
     met: Counter[str] = Counter()
-    for seed in range(300):
+    for seed in range(180):
         chosen = replace(random_plan(seed), cache=None)
         before, after = joined(chosen)
         if not (counts := counts_of(after)):
@@ -59,7 +79,8 @@ def test_it_preserves_random_programs() -> None:
         prove(after)
         assert parse(print_program(after)) == after
         weights, steps = weights_of(program_of(chosen), seed), random_steps(seed)
-        assert close(evaluate(after, weights, steps), evaluate(before, weights, steps)), f"seed {seed}"
+        scaled = weights | scales_beside(after, weights)
+        assert close(evaluate(after, scaled, steps), evaluate(before, weights, steps)), f"seed {seed}"
     assert min(met[what] for what in ("several", "etp", "copies", "alone")) >= 3, met
 
 
@@ -81,6 +102,25 @@ def test_shared_experts_join_on_the_rows_of_the_routed_ones(shared: int, degrees
         _, after = joined(plan([moe(shared=shared)], exchange=exchange, **degrees))
         assert JOIN.outcome(after) == {"sparse": why}
         assert counts_of(after) == ([] if why else [shared // 6])
+
+
+def test_beside_experts_in_fp8_they_are_read_in_fp8_too() -> None:
+    """With scales of 1 that is what they were; cut in experts only between blocks."""
+    chosen = plan([moe(shared=6)], expert_dtype="fp8")
+    before, after = joined(chosen)
+    assert (
+        JOIN.outcome(after) == {"sparse": ""} and memory_by_rank(after)[0].weights < memory_by_rank(before)[0].weights
+    )
+    verify(after)
+    prove(after)
+    weights = weights_of(program_of(chosen))
+    ones = scales_beside(after, weights)
+    assert len(ones) == 3
+    assert close(evaluate(after, weights | ones, STEPS), evaluate(before, weights, STEPS))
+    twice = {name: 2 * scales for name, scales in ones.items()}
+    assert not close(evaluate(after, weights | twice, STEPS), evaluate(before, weights, STEPS))
+    _, apart = joined(plan([moe(shared=12)], expert_dtype="fp8"))
+    assert JOIN.outcome(apart) == {"sparse": "each is 6 wide, which is not whole blocks of 128"}
 
 
 def test_a_cache_keeps_them_apart() -> None:

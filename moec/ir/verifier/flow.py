@@ -77,8 +77,8 @@ def check_shared(program: Program, body: Body) -> Faults:
 
 
 def _scale_fault(name: str, weights: Param | None, scales: Param | None) -> Faults:
-    wanted = tuple(part + SCALES for part in weights.parts) if weights is not None else None
-    if scales is None or weights is None or (scales.parts, scales.dim) != (wanted, weights.dim):
+    wanted = tuple(part + SCALES for part in weights.names) if weights is not None else None
+    if scales is None or weights is None or (scales.names, scales.dim) != (wanted, weights.dim):
         yield f"{name} scales weights by what are no scales of theirs"
 
 
