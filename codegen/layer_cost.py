@@ -15,6 +15,8 @@ from moec.codegen.grouped_gemm import GroupedGemm, RowSource, Store
 from moec.codegen.kernel_cost import GemmCost, gemm_cost
 from moec.codegen.kernel_rows import GroupRows, group_signatures, specialise_group
 from moec.codegen.kernel_store import Compiled
+from moec.codegen.pair_cost import pair_cost
+from moec.codegen.pair_product import PairProduct
 
 #: Microseconds that aiconfigurator (NVIDIA, commit 095f58a) measured for the layer of Qwen3-30B-A3B, bf16, one H200, by
 #: CUDA graph without flushing L2: (tokens, SGLang, TRT-LLM, vLLM) with even routing, then with `power_law_1.01`.
@@ -110,6 +112,21 @@ def layer_cost(
     minimum = sum(cost.traffic.minimum for cost in costs)
     roof = device.roof_us(minimum, 6.0 * useful * up.hidden * up.inner, up.dtype)
     return LayerCost(costs[0], costs[1], tuple(others), roof)
+
+
+def pair_layer_cost(
+    gate_up: tuple[PairProduct, Compiled], down: tuple[PairProduct, Compiled], rows: Rows, tokens: int, device: Device
+) -> LayerCost:
+    """The layer of two compiled kernels that multiply pair by pair, for `rows` [E] of `tokens` tokens."""
+    costs = [
+        pair_cost(values, rows, tokens, device, kernel.code, kernel.report.shared_bytes)
+        for values, kernel in (gate_up, down)
+    ]
+    values = gate_up[0]
+    route = RowsCost("route", route_bytes(tokens, len(rows), values.top), 1, device)
+    flops = 6.0 * int(rows.sum()) * values.hidden * values.inner
+    roof = device.roof_us(sum(cost.traffic.minimum for cost in costs), flops, values.dtype)
+    return LayerCost(costs[0], costs[1], (route,), roof)
 
 
 def route_bytes(tokens: int, experts: int, top: int) -> float:

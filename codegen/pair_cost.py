@@ -1,12 +1,12 @@
 """What the kernels of a few pairs cost: bytes, instructions, programs on multiprocessors, microseconds.
 
 Weights of an expert count once for memory, since its pairs run at the same time, and once for each pair for L2. A
-program takes the longest of what it issues, multiplies on the plain units, loads over its port and waits for:
+multiprocessor takes for a program the longest of what it issues, multiplies on the plain units, loads over the port,
+and of its life over the programs that live at one time, which is Little's law:
 
-    waits     steps / (stages - 1) x the time a load takes, while the other programs of the multiprocessor work too
+    life      an id and its slot, then the first weights, then what it issues or steps / (stages - 1) loads in turn
 
-which is Little's law: bytes in flight over the time that each takes are a rate. A program begins with three loads that
-each need the one before: an id, its slot, and the first weights. Constants are those of `moec.codegen.devices`.
+Constants are those of `moec.codegen.devices`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from moec.codegen.machine_code import MachineCode
 from moec.codegen.pair_product import PairProduct
 from moec.codegen.targets import find_target
 
-#: Loads that begin a program, one after the other, and fused multiply-adds of a multiprocessor in a cycle.
-FIRST_LOADS, PLAIN_UNITS = 3, 128
+#: Nanoseconds of the two loads out of L2 that begin a program, one after the other (H100: Chips and Cheese, 2023).
+LOOKUPS_NS = 2 * 150.0
+#: Fused multiply-adds of a multiprocessor in a cycle.
+PLAIN_UNITS = 128
 
 
 def pair_cost(
@@ -43,9 +45,9 @@ def pair_cost(
     issue = issue_slots(values, code) * values.warps / SCHEDULERS
     plain = share / values.dtype.num_bytes / PLAIN_UNITS
     resident = max(1, min(fits.blocks if fits else 1, -(-programs // device.num_sms)))
-    fill = FILL_NS * device.clock_ghz
-    waits = -(-values.num_steps // max(1, values.stages - 1)) * fill / resident if fits else 0.0
-    cycles = max(issue, plain, share / PORT_BYTES, waits) + (FIRST_LOADS * fill / resident if fits else 0.0)
+    waits = -(-values.num_steps // max(1, values.stages - 1)) * FILL_NS * device.clock_ghz
+    life = (LOOKUPS_NS + FILL_NS) * device.clock_ghz + max(issue, waits) if fits else 0.0
+    cycles = max(issue, plain, share / PORT_BYTES, life / resident)
     per_us = device.num_sms * device.cycles_per_us
     flops = 2.0 * useful * values.op.sides * values.width * values.depth
     return GemmCost(

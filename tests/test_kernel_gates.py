@@ -26,9 +26,10 @@ from moec.codegen.kernel_store import Compiled
 from moec.codegen.layer_cost import LayerCost, compare, layer_cost, reduce_cost
 from moec.codegen.machine_code import read_cubin
 from moec.codegen.machine_loops import MatrixLoop
+from moec.codegen.pair_product import compile_pairs
 from moec.codegen.targets import TARGETS, Dtype, Target
 from moec.compiler import checked_plan, compile_phase
-from moec.compiler_kernels import GEMMS, MOVING, compile_gemm, wanted_gemm
+from moec.compiler_kernels import GEMMS, MOVING, PAIRED, compile_gemm, pair_product, wanted_gemm
 from moec.compiler_uses import Use, uses
 from moec.ir.program import Program
 from moec.specs import read, shipped
@@ -204,7 +205,7 @@ def test_every_kernel_of_every_model_compiles_for_every_target(
 ) -> None:
     """Of both phases, as they are without a search; those of a kind that another phase has too are compiled once."""
     found = [use for program in programs[name] for use in uses(program)]
-    assert {use.op for use in found} >= {"route", "grouped_linear", "reduce_rows"}
+    assert {use.op for use in found} >= {"route", "grouped_linear", "reduce_rows", *PAIRED}
     kernels = [kernel for use in found for kernel in compiled_for(use, TARGETS[target])]
     for kernel in kernels:
         assert kernel.report.binary.startswith(b"\x7fELF") and kernel.report.spills == 0
@@ -216,6 +217,8 @@ def test_every_kernel_of_every_model_compiles_for_every_target(
 def compiled_for(use: Use, target: Target) -> list[Compiled]:
     if use.op in GEMMS:
         return [compile_gemm(wanted_gemm(use, target))]
+    if use.op in PAIRED:
+        return [compile_pairs(pair_product(use, target))]
     return [kernel for _, kernel in compile_moving(MOVING[use.op](use), target)]
 
 
