@@ -205,7 +205,7 @@ def name_values(body: Body) -> dict[fx.Node, str]:
     last_use = _last_uses(body)
     for position, node in enumerate(body.graph.nodes):
         results = results_of(node) if is_op(node) else (node,) if node.op == "placeholder" else ()
-        wanted = _wanted(node, names) if is_op(node) else [str(node.target)]
+        wanted = _wanted(body, node, names) if is_op(node) else [str(node.target)]
         for result, base in zip(results, wanted, strict=False):
             names[result] = next(name for name in _spellings(base) if _is_free(name, held, last_use, position))
             held[names[result]] = result
@@ -229,7 +229,7 @@ def _spellings(base: str) -> Iterator[str]:
     yield from (f"{base}{number}" for number in count(2))
 
 
-def _wanted(node: fx.Node, names: dict[fx.Node, str]) -> list[str]:
+def _wanted(body: Body, node: fx.Node, names: dict[fx.Node, str]) -> list[str]:
     """The names this operation's results would like to have."""
     op = op_of(node).name
     values = [a for a in node.args if isinstance(a, fx.Node)]
@@ -237,9 +237,9 @@ def _wanted(node: fx.Node, names: dict[fx.Node, str]) -> list[str]:
     weight = next((str(a.target) for a in values if a.op == "get_attr"), "")
     if op == "split":
         return list(SPLIT_NAMES.get(first, ("left", "right")))
-    if op == "linear":
-        last = weight.rpartition(".")[2]
-        return [PRODUCT_NAMES.get(last, last)]
+    if op in ("linear", "merged_linear"):
+        parts = [weight] if op == "linear" else body.params[weight].parts
+        return [PRODUCT_NAMES.get(last, last) for last in (part.rpartition(".")[2] for part in parts)]
     if op == "rms_norm":
         return [first if weight.startswith("attention.") else "h"]
     return [first if name == "*" else name for name in RESULT_NAMES[op]]

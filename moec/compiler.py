@@ -33,6 +33,7 @@ from moec.passes.fuse_gate_up import FuseGateUp
 from moec.passes.infer_shapes import InferShapes
 from moec.passes.insert_exchange import InsertExchange
 from moec.passes.join_shared import JoinShared
+from moec.passes.merge_linears import MergeLinears
 from moec.passes.pair_experts import PairExperts
 from moec.passes.place_experts import PlaceExperts
 from moec.passes.place_prefetch import PlacePrefetch
@@ -65,10 +66,11 @@ def pipeline(kernels: str = "torch", stage: int = 0) -> tuple[Pass, ...]:
         SplitTokens(),
         ShardExperts(),  # needs the experts view that split-tokens moved the tokens to
         ChooseExchange(),  # asks insert-exchange for each
-        PlanOverlap(),  # asks the four below for each number of chunks
+        PlanOverlap(),  # asks the ones below for each number of chunks
         ChunkTokens(),  # while a layer's experts are one operation
         InsertExchange(),
         FuseGateUp(),  # after the exchange, which makes the experts' own products
+        MergeLinears(),  # leaves gate and up to the one above
         CacheExperts(),  # once an expert's products are two
         JoinShared(prefer=kernels),  # before the next asks how many rows the experts have
         FuseExperts(prefer=kernels),  # what is left of the experts' products

@@ -10,6 +10,7 @@ from moec.passes.fuse_gate_up import FuseGateUp
 from moec.passes.infer_shapes import InferShapes
 from moec.passes.insert_exchange import InsertExchange
 from moec.passes.join_shared import JoinShared
+from moec.passes.merge_linears import MergeLinears
 from moec.passes.pair_experts import PairExperts
 from moec.passes.place_experts import PlaceExperts
 from moec.passes.place_prefetch import PlacePrefetch
@@ -33,6 +34,7 @@ PASSES: tuple[type[Pass], ...] = (
     ChunkTokens,
     InsertExchange,
     FuseGateUp,
+    MergeLinears,
     CacheExperts,
     JoinShared,
     FuseExperts,

@@ -65,4 +65,4 @@ def _copy(build: Builder, node: fx.Node, made: dict[fx.Node, fx.Node], chunk: tu
     op = op_of(node)
     attrs = {**node.kwargs, "chunk": chunk} if "chunk" in op.options else node.kwargs
     values = build.emit(op.name, *(made.get(value, value) for value in operands(node)), at=node, **attrs)
-    made.update(zip(results_of(node), (values,) if op.num_results == 1 else values, strict=True))
+    made.update(zip(results_of(node), values if isinstance(values, tuple) else (values,), strict=True))

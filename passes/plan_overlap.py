@@ -10,7 +10,7 @@ from moec.passes.base import Pass, pass_named
 from moec.plan.overlap import Overlap, plan_overlap
 
 #: The passes that each candidate goes through.
-LOWERING = ("chunk-tokens", "insert-exchange", "fuse-gate-up")
+LOWERING = ("chunk-tokens", "insert-exchange", "fuse-gate-up", "merge-linears")
 
 
 @dataclass(frozen=True)

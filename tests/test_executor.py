@@ -171,9 +171,9 @@ def refusal(program: Program, tensors: dict[str, Tensor]) -> MoecError:
 
 def test_e0510_a_weight_that_was_not_loaded(small: tuple[Program, dict[str, Tensor]]) -> None:
     program, tensors = small
-    del tensors["layers.0.attention.k"]
+    del tensors["layers.0.attention.o"]
     error = refusal(program, tensors)
-    assert error.diagnostics[0].code == "E0510" and "`layers.0.attention.k` was not loaded on rank 0" in str(error)
+    assert error.diagnostics[0].code == "E0510" and "`layers.0.attention.o` was not loaded on rank 0" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_experts_of_any_name_read_back(table: str) -> None:
 
 
 def test_two_programs_that_differ_are_not_equal() -> None:
-    for change in [("slots=8", "slots=9"), ("S0x2", "S0"), ("!1:1\n  return", "!1:2\n  return"), ("dim=0", "dim=1")]:
+    for change in [("slots=8", "slots=9"), ("S0x2", "S0"), ("!1:1\n  return", "!1:2\n  return"), ("dim=0 :", "dim=1 :")]:
         base = BASES["copies"]
         text = print_program(compiled(plan(**base)))
         assert change[0] in text
@@ -143,6 +143,10 @@ def test_a_type_reads_as_written() -> None:
         ("embed(%tokens, @embed)", "embed(%token, @embed)", "%token is used before it is made"),
         ("embed(%tokens, @embed)", "embed(%tokens, @wte)", "@wte is used before it is made"),
         ("%0 = embed", "%0, %1 = embed", "embed has 1 results"),
+        ("%1, %2, %3 = merged", "%1, %2 = merged", "merged_linear has 3 results"),
+        ("sizes=(8, 4, 4)) :", "sizes=8) :", "merged_linear has 0 results"),
+        ("sizes=(16, 8, 8) :", "sizes=(16, 8) :", "dim 0 of [32, 10] cannot join 3 parts"),
+        ("sizes=(16, 8, 8) :", "sizes=(16, 8, 9) :", "dim 0 of [32, 10] cannot join 3 parts"),
         ("state v :", "state k :", "sparse has two states k"),
         ("attention tp=S1 dp", "attention tp=Q dp", "there is no placement Q"),
         ("nodes=1", "nodes=0", "a cluster of {'nodes': 0, 'devices': 4}"),
@@ -190,7 +194,7 @@ def test_an_edited_attribute_is_refused_by_the_verifier() -> None:
         verify(
             edited(
                 compiled(plan(**BASES["dense"])),
-                ("%2 = split_heads(%1, head_dim=4)", "%2 = split_heads(%1, head_dim=none)"),
+                ("%4 = split_heads(%1, head_dim=4)", "%4 = split_heads(%1, head_dim=none)"),
             )
         )
 

@@ -62,7 +62,7 @@ def kernel_that_is_not_there() -> None:
 def weight_of_another_shape() -> None:
     program = compiled(plan([Swiglu(12, SPAN)], gqa(heads=12, kv_heads=4), hidden=48, dp=2, edp=2))
     tensors = {"embed": torch.zeros(11, 48), "layers.0.attention_norm": torch.zeros(48)}
-    collect_weights(program, tensors | {"layers.0.attention.q": torch.zeros(64, 48)}, rank=1)
+    collect_weights(program, tensors | {"layers.0.attention.o": torch.zeros(48, 64)}, rank=1)
 
 
 @pytest.mark.parametrize(

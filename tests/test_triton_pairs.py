@@ -58,7 +58,7 @@ class Layer:
         return self.x, self.ids, self.weights, self.gate_up, self.down
 
     def run(self, ctx: Context | None = None) -> Tensor:
-        return multiply_pairs(ctx or self.ctx, *self.tensors, table="routed")
+        return paired_experts(ctx or self.ctx, *self.tensors, table="routed", rows=len(self.x), sums="fixed")
 
     def wanted(self) -> Tensor:
         """The definition, in fp64; activations are rounded to the layer's dtype, as all kernels do."""

@@ -165,6 +165,7 @@ RULES: dict[str, Callable[[Sizes, fx.Node], Work]] = {
     "return_rows": _gathered,
     "open_rows": _opened,
     "linear": _product,
+    "merged_linear": _product,
     "gate_up": _product,
     "router_logits": _product,
     "grouped_linear": _grouped,

@@ -79,14 +79,15 @@ class Builder:
         node = self.body.graph.create_node("call_function", op, tuple(args), attrs)
         node.meta["loc"] = loc
         node.meta["stream"] = stream_of(self.program, node)
+        is_single = op.count(attrs) == 1
         if types:
-            node.meta["type"] = types[0] if op.num_results == 1 else tuple(types)
-        return (node,) if op.num_results == 1 else self._results(node, tuple(types))
+            node.meta["type"] = types[0] if is_single else tuple(types)
+        return (node,) if is_single else self._results(node, tuple(types))
 
     def _results(self, node: fx.Node, types: tuple[Type, ...]) -> tuple[fx.Node, ...]:
         found = []
         previous = node
-        for index in range(op_of(node).num_results):
+        for index in range(op_of(node).count(node.kwargs)):
             with self.body.graph.inserting_after(previous):
                 previous = self.body.graph.create_node("call_function", operator.getitem, (node, index))
             if types:
@@ -145,7 +146,7 @@ def reinfer(program: Program, body: Body, until: fx.Node | None = None) -> None:
             node.meta["type"] = param_type(program, body.params[node.target])
         elif is_op(node):
             types = infer(program, op_of(node), node.args, dict(node.kwargs))
-            node.meta["type"] = types[0] if op_of(node).num_results == 1 else types
+            node.meta["type"] = types[0] if len(types) == 1 else types
         elif node.op == "call_function":
             source, index = node.args
             node.meta["type"] = source.meta["type"][index]

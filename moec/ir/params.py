@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from moec.layout import WHOLE, Layout, Placed, Replicate, Shard
 from moec.mesh import VIEWS, Mesh
@@ -13,6 +13,7 @@ from moec.placement import Placement
 if TYPE_CHECKING:
     from moec.ir.program import Dim, Program
 
+D = TypeVar("D")
 #: Begins the name of a part that belongs to a later layer, by how much later.
 NEXT = re.compile(r"next(\d+)\.")
 
@@ -35,7 +36,8 @@ class Param:
 
     In a layer body `parts` are relative to the layer: `attention.q` is `layers.{l}.attention.q`, and
     `next2.router.weight` that of the layer after the next. Each part is sharded by the layout first, then the rank's
-    pieces are concatenated. `shared`: what the last slots of a stack of experts are; they are sharded as the others.
+    pieces are concatenated. `sizes`: of the parts along `dim`, none where they are equal. `shared`: what
+    the last slots of a stack of experts are; they are sharded as the others.
     """
 
     parts: tuple[str, ...]
@@ -44,6 +46,7 @@ class Param:
     layout: Layout = WHOLE
     dim: int = 0
     shared: Shared | None = None
+    sizes: tuple[int, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -65,6 +68,14 @@ class Param:
         """A later layer's own parameter, which this one reads too."""
         return NEXT.match(self.parts[0]) is not None
 
+    def apart(self) -> tuple[Param, ...]:
+        """Itself, or where its parts have sizes of their own one parameter for each."""
+        if not self.sizes:
+            return (self,)
+        sized = zip(self.parts, self.sizes, strict=True)
+        shapes = ((part, _resized(self.shape, self.dim, size)) for part, size in sized)
+        return tuple(replace(self, parts=(part,), shape=shape, sizes=()) for part, shape in shapes)
+
     def in_layer(self, layer: int) -> Param:
         """The parameter of one layer, its parts named as in the whole model."""
 
@@ -79,6 +90,9 @@ class Param:
 
         Raises ValueError where a dim does not divide.
         """
+        if self.sizes:
+            shapes = [part.local_shape(mesh, placements) for part in self.apart()]
+            return _resized(shapes[0], self.dim, sum(int(shape[self.dim]) for shape in shapes))
         shape: list[Dim] = list(self.shape)
         for axis, place in self.layout.places:
             if isinstance(place, Shard):
@@ -90,6 +104,11 @@ class Param:
                 table = placements[place.table]
                 shape[0] = table.counts[0] if table.is_even else "M"
         return tuple(shape)
+
+
+def _resized(shape: tuple[D, ...], dim: int, size: D) -> tuple[D, ...]:
+    """The shape with another size along one dim."""
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 @dataclass(frozen=True)
@@ -117,7 +136,7 @@ def full_name(part: str, layer: int) -> str:
 
 def param_fault(program: Program, param: Param) -> str:
     """Why no rank could hold its piece of a parameter, or the empty string."""
-    if param.dim >= len(param.shape) or param.shape[param.dim] % len(param.parts):
+    if param.dim >= len(param.shape) or not _has_parts(param):
         return f"dim {param.dim} of {list(param.shape)} cannot join {len(param.parts)} parts"
     if fault := layout_fault(program, param.layout, param.shape) or _shared_fault(param):
         return fault
@@ -126,6 +145,14 @@ def param_fault(program: Program, param: Param) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def _has_parts(param: Param) -> bool:
+    whole = param.shape[param.dim]
+    if not param.sizes:
+        return whole % len(param.parts) == 0
+    is_each = len(param.sizes) == len(param.parts) and min(param.sizes) > 0 and param.shared is None
+    return is_each and sum(param.sizes) == whole
 
 
 def _shared_fault(param: Param) -> str:

@@ -215,10 +215,11 @@ def output_of(body: Body) -> fx.Node:
 
 def results_of(node: fx.Node) -> tuple[fx.Node, ...]:
     """The values of a node: itself, or its numbered results in order."""
-    if op_of(node).num_results == 1:
+    count = op_of(node).count(node.kwargs)
+    if count == 1:
         return (node,)
     found = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-    return tuple(found[i] for i in range(op_of(node).num_results))
+    return tuple(found[i] for i in range(count))
 
 
 def type_of(value: fx.Node) -> Type:

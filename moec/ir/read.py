@@ -174,10 +174,13 @@ class Reader(Transformer[Token, Any]):
         return "body", (str(name), lines)
 
     def param(self, name: Token, *rest: Any) -> Any:
-        *parts, dim, shared, type = rest if rest[0] is not None else (name, "0", None, rest[-1])
+        *parts, dim, cut, shared, type = rest if rest[0] is not None else (name, "0", None, None, rest[-1])
         lies = (sizes(name, type), type.dtype, type.layout)
         require(integer(dim) >= 0, f"parameter {name} joined along dim {dim}")
-        return "param", (str(name), Param(tuple(map(str, parts)), *lies, int(dim), shared))
+        return "param", (str(name), Param(tuple(map(str, parts)), *lies, int(dim), shared, cut or ()))
+
+    def sizes(self, *counts: Token) -> tuple[int, ...]:
+        return tuple(map(integer, counts))
 
     def shared(self, count: Token, *rest: Token) -> Shared:
         *parts, dim = rest
@@ -281,10 +284,11 @@ def _read_node(build: Builder, values: dict[str, fx.Node], line: tuple[Any, ...]
     names, op, arguments, types, stream, kernel, loc = line
     where = f"line {op.line}"
     require(op in OPS, f"{where}: there is no operation {op}")
-    require(len(names) == OPS[op].num_results, f"{where}: {op} has {OPS[op].num_results} results")
-    require(len(types) in (0, len(names)), f"{where}: {len(types)} types of {len(names)} results")
     attrs = [(key, value) for key, value in arguments if key is not None]
     require(len(dict(attrs)) == len(attrs), f"{where}: an attribute is given twice")
+    count = OPS[op].count(dict(attrs))
+    require(len(names) == count, f"{where}: {op} has {count} results")
+    require(len(types) in (0, len(names)), f"{where}: {len(types)} types of {len(names)} results")
     args = [
         build.param(v[1:]) if v[0] == "@" and v[1:] in build.body.params else _lookup(values, v, where)
         for key, v in arguments

@@ -114,7 +114,8 @@ def print_body(body: Body) -> list[str]:
     """Lines of one body: parameters, states, inputs, operations, the value returned."""
     lines = [f"body {body.name} {{"]
     for name, p in body.params.items():
-        parts = f" = {'+'.join(p.parts)} dim={p.dim}{_shared(p.shared)}" if p.parts != (name,) or p.shared else ""
+        made = f" = {'+'.join(p.parts)} dim={p.dim}{_unless((), sizes=p.sizes)}{_shared(p.shared)}"
+        parts = made if p.parts != (name,) or p.shared else ""
         lines.append(f"  param {name}{parts} : {_type(Type(p.shape, p.dtype, p.layout))}")
     lines += [f"  state {name} : {_type(Type(s.shape, s.dtype, s.layout))}" for name, s in body.states.items()]
     names: dict[fx.Node, str] = {}

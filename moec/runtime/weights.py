@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -67,7 +68,7 @@ def cached(programs: Sequence[Program]) -> set[str]:
 def logical_shapes(params: Mapping[str, Param]) -> dict[str, Shape]:
     """Global shape of each logical parameter that `params` are made of; the parts of one are equal."""
     found: dict[str, Shape] = {}
-    for param in params.values():
+    for param in chain.from_iterable(param.apart() for param in params.values()):
         shape, shared = _part_shape(param), param.shared
         if shared is not None:
             matrix = tuple(size * shared.count if dim == shared.dim else size for dim, size in enumerate(shape[1:]))
@@ -124,7 +125,7 @@ def load(
             tensor = advise_huge(torch.empty(shape, dtype=TORCH_DTYPES[param.dtype], device=device))
             tensors[param] = tensor
             filled = 0
-            for block, rows, columns, target in pieces(sources, param, tensor, *cut(param, mesh, placements, rank)):
+            for block, rows, columns, target in _all_pieces(sources, param, tensor, mesh, placements, rank):
                 reader.read(block, rows, columns, target)
                 filled += target.numel()
                 done += target.numel() * target.element_size()
@@ -140,6 +141,21 @@ def read_whole(sources: Sources, parameter: str, dtype: torch.dtype = torch.floa
     name = next(name for name, found in TORCH_DTYPES.items() if found == dtype)
     param = Param((parameter,), sources.parameters[parameter], name)
     return load(sources, {parameter: param}, Mesh(), {}, 0)[parameter]
+
+
+def _all_pieces(
+    sources: Sources,
+    param: Param,
+    tensor: Tensor,
+    mesh: Mesh,
+    placements: Mapping[str, Placement],
+    rank: int,
+) -> Iterator[tuple[Block, range, range, Tensor]]:
+    """The `pieces` of everything that `rank` holds of a parameter, which is `tensor`."""
+    parts = param.apart()
+    sizes = [_local_shape(part, mesh, placements, rank)[param.dim] for part in parts]
+    for part, target in zip(parts, tensor.split(sizes, param.dim), strict=True):
+        yield from pieces(sources, part, target, *cut(part, mesh, placements, rank))
 
 
 def _part_shape(param: Param) -> Shape:
@@ -171,6 +187,9 @@ def cut(
 
 
 def _local_shape(param: Param, mesh: Mesh, placements: Mapping[str, Placement], rank: int) -> Shape:
+    if param.sizes:
+        shapes = [_local_shape(part, mesh, placements, rank) for part in param.apart()]
+        return (*shapes[0][: param.dim], sum(shape[param.dim] for shape in shapes), *shapes[0][param.dim + 1 :])
     ranges, experts = cut(param, mesh, placements, rank)
     shape = [len(held) for held in ranges]
     if experts or len(shape) == 3:

@@ -10,13 +10,13 @@ from moec.placement import Placement
 from tests.planted.tools import bypass, lay, layer, mistake, ops, put
 
 
-@mistake("copies", "2 does not divide into heads of 4")
+@mistake("copies", "2 does not divide into heads of 4", behind="fuse-gate-up")
 def _kv_heads_fewer_than_tp(program: Program) -> None:
     for name in ("attention.k", "attention.v"):
         lay(program, layer(program), name, "attention", tp=Shard(0))
 
 
-@mistake("dense", "copied KV heads must be one per rank")
+@mistake("dense", "copied KV heads must be one per rank", behind="fuse-gate-up")
 def _copies_of_several_kv_heads(program: Program) -> None:
     for name in ("attention.k", "attention.v"):
         lay(program, layer(program), name, "attention", tp=Shard(0, 2))
@@ -101,7 +101,7 @@ def _gate_alone_taken_for_gate_and_up(program: Program) -> None:
     body.params["ffn.gate_up"] = replace(body.params["ffn.gate_up"], parts=("ffn.gate",))
 
 
-@mistake("split", "linear reads shared.gate and shared.up as one parameter")
+@mistake("split", "linear reads shared.gate and shared.up as one parameter", behind="fuse-gate-up")
 def _gate_and_up_taken_for_one_weight(program: Program) -> None:
     body = layer(program)
     value, joined = ops(body, "linear")[2], ops(body, "gate_up")[0].args[1]
@@ -111,7 +111,22 @@ def _gate_and_up_taken_for_one_weight(program: Program) -> None:
 @mistake("dense", "attention.k is a part of two parameters")
 def _one_weight_loaded_twice(program: Program) -> None:
     body = layer(program)
-    body.params["attention.v"] = replace(body.params["attention.v"], parts=("attention.k",))
+    parts = ("attention.q", "attention.k", "attention.k")
+    body.params["attention.q_k_v"] = replace(body.params["attention.q_k_v"], parts=parts)
+
+
+@mistake("dense", "merged_linear gives (8, 4, 4), the parts of what it reads are (8, 16, 8)")
+def _products_cut_between_other_rows(program: Program) -> None:
+    """All types are as they were: each rank's heads would be some of the query's and some of the key's."""
+    body = layer(program)
+    body.params["attention.q_k_v"] = replace(body.params["attention.q_k_v"], sizes=(8, 16, 8))
+
+
+@mistake("copies", "merged_linear gives (4, 4), the parts of what it reads are ()")
+def _one_weight_taken_for_two(program: Program) -> None:
+    body = layer(program)
+    joined = body.params["attention.k_v"]
+    body.params["attention.k_v"] = replace(joined, parts=("attention.k",), sizes=())
 
 
 @mistake("dense", "parameter attention.extra is never read")

@@ -100,9 +100,10 @@ def _k_and_v_exchanged(program: Program) -> None:
 
 
 @unseen("dense")
-def _one_weight_read_for_two(program: Program) -> None:
-    k, v = ops(layer(program), "linear")[1:3]
-    k.args = (k.args[0], v.args[1])
+def _values_read_as_keys_too(program: Program) -> None:
+    (node,) = ops(layer(program), "attention")
+    q, _, v = node.args
+    node.args = (q, v, v)
 
 
 @unseen("dense")

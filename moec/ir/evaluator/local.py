@@ -72,6 +72,10 @@ def linear(ctx: Context, x: Tensor, w: Tensor) -> Tensor:
     return torch.stack(rows) if rows else x.new_zeros(0, w.shape[0])
 
 
+def merged_linear(ctx: Context, x: Tensor, w: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    return tuple(linear(ctx, x, part) for part in w.split(sizes))
+
+
 def add(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
     return a + b
 
@@ -263,6 +267,7 @@ LOCAL: dict[str, Callable[..., Any]] = {
     "take": take,
     "rms_norm": rms_norm,
     "linear": linear,
+    "merged_linear": merged_linear,
     "router_logits": linear,
     "add": add,
     "add_bias": add,

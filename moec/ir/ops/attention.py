@@ -45,6 +45,7 @@ def _keep_place(call: Call, axis: str, places: Places) -> Places:
 
 def _split_shape(call: Call) -> Shapes:
     *rows, width = call.shape(0)
+    call.require(len(call.attrs["sizes"]) == 2, f"{len(call.attrs['sizes'])} sizes of two parts")
     call.same_dims(sum(call.attrs["sizes"]), width, "sum of sizes and last dim")
     return tuple(((*rows, size), call.dtype(0)) for size in call.attrs["sizes"])
 

@@ -27,6 +27,10 @@ def _one_of(*words: str) -> Callable[[Any], bool]:
     return lambda value: value in words
 
 
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) > 1 and all(map(_is_count, value))
+
+
 def _is_chunk(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and _is_index(value[0]) and _is_count(value[1])
 
@@ -57,7 +61,7 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "scale": ("a number", _is_number),
     "score": ("softmax or sigmoid", _one_of("softmax", "sigmoid")),
     "shared": ("a count", _is_count),
-    "sizes": ("two counts", lambda value: isinstance(value, tuple) and len(value) == 2 and all(map(_is_count, value))),
+    "sizes": ("two counts or more", _is_sizes),
     "sums": ("fixed or any", _one_of("fixed", "any")),
     "table": ("a table's name", lambda value: isinstance(value, str)),
     "theta": ("a number", _is_number),

@@ -60,6 +60,17 @@ def _linear_place(call: Call, axis: str, places: Places) -> Places:
     raise refuse(call, axis, places, partial_hint(places))
 
 
+def _merged_shape(call: Call) -> Shapes:
+    (((rows, out), dtype),) = _linear_shape(call)
+    call.same_dims(sum(call.attrs["sizes"]), out, "sum of sizes and rows of the weight")
+    return tuple(((rows, size), dtype) for size in call.attrs["sizes"])
+
+
+def _merged_place(call: Call, axis: str, places: Places) -> Places:
+    """Of each result as `linear`'s: a rank's rows of the weight are its rows of every part."""
+    return _linear_place(call, axis, places) * len(call.attrs["sizes"])
+
+
 def _bias_place(call: Call, axis: str, places: Places) -> Places:
     x, b = places
     if isinstance(x, Shard) and x.dim == 1 and b == Shard(0, x.copies):
@@ -107,6 +118,7 @@ register(Op("embed", ("i64", "float"), _embed_shape, rows_and_param, kernels=CPP
 register(Op("take", ("float", "i64"), _take_shape, rowwise))
 register(Op("rms_norm", ("float", "float"), _norm_shape, _norm_place, ("eps",), kernels=CPP))
 register(Op("linear", ("float", "float"), _linear_shape, _linear_place, kernels=CPP))
+register(Op("merged_linear", ("float", "float"), _merged_shape, _merged_place, ("sizes",), num_results=0, kernels=CPP))
 register(Op("add_bias", ("float", "float"), _norm_shape, _bias_place))
 register(Op("add", ("float", "float"), _same_shape, _add_place, kernels=CPP))
 register(Op("silu_mul", ("float", "float"), _same_shape, _product_place))

@@ -10,7 +10,7 @@ elsewhere; `exchange` and `pairs` what brings rows there and back; `comm` what m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,8 +79,9 @@ WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "i64": 8, "i32": 4, "fp8": 1, "bytes":
 @dataclass(frozen=True)
 class Op:
     """One operation. `args`: the dtype of each operand (a key of `DTYPES`), of which the last `num_optional` may be
-    left out; so may the attributes in `options`. `effects`: `kv` reads and appends this layer's KV state; `comm` is a
-    collective on `group`; `cache` moves experts between their tiers and their slots.
+    left out; so may the attributes in `options`. `num_results`: 0 for one for each of its `sizes`.
+    `effects`: `kv` reads and appends this layer's KV state; `comm` is a collective on `group`; `cache` moves experts
+    between their tiers and their slots.
     """
 
     name: str
@@ -104,6 +105,11 @@ class Op:
 
     def __deepcopy__(self, memo: object) -> Op:
         return self
+
+    def count(self, attrs: Mapping[str, Any]) -> int:
+        """How many results it has."""
+        sizes = attrs.get("sizes")
+        return self.num_results or (len(sizes) if isinstance(sizes, tuple) else 0)
 
     def fault(self, num_args: int, attrs: dict[str, Any]) -> str:
         """What is wrong with the number of operands or with an attribute, or the empty string."""
@@ -155,7 +161,8 @@ class Op:
         for axis in call.mesh.axes(view):
             by_axis[axis] = self.place(call, axis, tuple(t.layout.on(axis) for t in call.types))
         return tuple(
-            Layout(view, tuple((axis, places[i]) for axis, places in by_axis.items())) for i in range(self.num_results)
+            Layout(view, tuple((axis, places[i]) for axis, places in by_axis.items()))
+            for i in range(self.count(call.attrs))
         )
 
 

@@ -115,7 +115,7 @@ class Execution:
             held = tuple(len(self.here(rank).tokens) for rank in self.ranks)
             comm = Comm(self.program.mesh, str(node.kwargs["group"]), dict(node.kwargs), held)
             return (COLLECTIVES[name](comm, *args),)
-        return self._local(name, args, dict(node.kwargs), op_of(node).num_results)
+        return self._local(name, args, dict(node.kwargs), op_of(node).count(node.kwargs))
 
     def _local(self, name: str, args: list[Value], attrs: dict[str, Any], num_results: int) -> tuple[Value, ...]:
         require(name != "moe", "moe is not lowered yet")

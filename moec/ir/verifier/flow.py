@@ -6,6 +6,7 @@ Routed rows: `rows`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
@@ -50,7 +51,7 @@ JOINED = {
 
 
 def check_joined(program: Program, body: Body) -> Faults:
-    """A parameter of two parts is read as two, and only there; scales are those of the weights that they scale."""
+    """A parameter of several parts is read as these, and only there; scales are of the weights that they scale."""
     for node in filter(is_op, body.graph.nodes):
         name = op_of(node).name
         read = [body.params.get(str(value.target)) for value in node.args if isinstance(value, fx.Node)]
@@ -61,9 +62,18 @@ def check_joined(program: Program, body: Body) -> Faults:
             param = read.pop(index)
             if param is None or len(param.parts) != 2 or param.dim != dim:
                 yield f"{name} reads gate and up from a parameter that does not join the two along dim {dim}"
+        elif name == "merged_linear":
+            yield from _merged_fault(read.pop(), node.kwargs["sizes"])
         for param in read:
             if param is not None and len(param.parts) > 1:
                 yield f"{name} reads {' and '.join(param.parts)} as one parameter"
+
+
+def _merged_fault(param: Param | None, sizes: Any) -> Faults:
+    """`sizes`: on one rank, which has the same share of each part."""
+    wanted = param.sizes if param is not None and param.dim == 0 else ()
+    if [size * sum(wanted) for size in sizes] != [part * sum(sizes) for part in wanted]:
+        yield f"merged_linear gives {sizes}, the parts of what it reads are {wanted}"
 
 
 def check_shared(program: Program, body: Body) -> Faults:

@@ -132,8 +132,9 @@ def _structure(program: Program, body: Body) -> Faults:
 def _operation(program: Program, node: fx.Node) -> Faults:
     op = op_of(node)
     found = {str(user.args[1]) for user in node.users if user.target is operator.getitem}
-    if op.num_results > 1 and len(found) != op.num_results:
-        yield f"{op.name} has {len(found)} of its {op.num_results} results"
+    count = op.count(node.kwargs)
+    if count > 1 and len(found) != count:
+        yield f"{op.name} has {len(found)} of its {count} results"
     if "loc" not in node.meta:
         yield f"{op.name} has no place in the source"
     if fault := op.fault(len(node.args), dict(node.kwargs)):

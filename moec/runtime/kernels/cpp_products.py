@@ -55,6 +55,12 @@ def linear(library: Library, ctx: Context, x: Tensor, w_NK: Tensor) -> Tensor:
     return _multiply(kernel, outer, x, _one_end(x.numel() // inner), 1, w_NK)
 
 
+def merged_linear(
+    library: Library, ctx: Context, x: Tensor, w_NK: Tensor, *, sizes: tuple[int, ...]
+) -> tuple[Tensor, ...]:
+    return torch.split(linear(library, ctx, x, w_NK), sizes, dim=-1)
+
+
 def gate_up(library: Library, ctx: Context, x_TD: Tensor, w_GD: Tensor) -> Tensor:
     outer, inner = w_GD.shape[0] // 2, w_GD.shape[1]
     kernel = library.get(Product, inner, outer, True)
@@ -113,7 +119,7 @@ def cached_experts(
 KERNELS: dict[str, Callable[..., Any]] = {
     kernel.__name__: kernel
     for kernel in (
-        embed, add, rms_norm, linear, gate_up, grouped_linear, grouped_gate_up, cached_experts,
+        embed, add, rms_norm, linear, merged_linear, gate_up, grouped_linear, grouped_gate_up, cached_experts,
         rope, attention, mla_attention, router_logits, route, group_rows, reduce_rows,
     )
 }  # fmt: skip

@@ -51,7 +51,10 @@ def paired_experts(
     """
     num_rows, top = ids_Rk.shape
     if num_rows <= rows:
-        return multiply_pairs(ctx, rows_RD, ids_Rk, weights_Rk, gate_up_MGD, down_MDI, table=table)
+        out_RD = multiply_pairs(ctx, rows_RD, ids_Rk, weights_Rk, gate_up_MGD, down_MDI, table=table)
+        if not is_deferred(ctx):
+            flags_on(ctx, out_RD.device).raise_lowered()
+        return out_RD
     offsets_M, pairs_X = group_pairs(ctx, ids_Rk, table=table)
     act_XI = gathered_gate_up(ctx, rows_RD, offsets_M, pairs_X, gate_up_MGD, table=table, top=top)
     if sums == "any":
@@ -70,7 +73,10 @@ def multiply_pairs(
     *,
     table: str,
 ) -> Tensor:
-    """`paired_experts` in two launches, whatever the number of rows."""
+    """`paired_experts` in two launches, whatever the number of rows; waits for nothing.
+
+    Of an id that is no expert only a flag tells, which `device_flags.raise_faults` reads; its pair adds nothing.
+    """
     device, dtype = rows_RD.device, rows_RD.dtype if rows_RD.dtype in DTYPES else torch.float32
     rows_RD, ids_Rk, weights_Rk = rows_RD.contiguous(), ids_Rk.contiguous(), weights_Rk.contiguous()
     check_tensor("ids", ids_Rk, torch.int64, (None, None), device)
@@ -87,12 +93,10 @@ def multiply_pairs(
     experts, flag = ctx.placements[table].num_experts, sorting_flag(ctx, table, ids_Rk)
     slots, act_PI = slots_here(ctx, table, device), rows_RD.new_empty((num_rows * top, inner))
     up, down = (
-        specialise_pairs(op, hidden, inner, experts, held, top, DTYPES[dtype], target_of(device)) for op in Projection
+        _specialise(op, hidden, inner, experts, held, top, DTYPES[dtype], target_of(device)) for op in Projection
     )
     launch_pairs(up, rows_RD, ids_Rk, slots, flag, gate_up_MGD.contiguous(), act_PI)
     launch_pairs(down, act_PI, ids_Rk, slots, weights_Rk, down_MDI.contiguous(), out_RD)
-    if not is_deferred(ctx):
-        flags_on(ctx, device).raise_lowered()
     return out_RD
 
 
@@ -121,6 +125,9 @@ def launch_pairs(
         num_stages=values.stages,
         enable_fp_fusion=FP_FUSION,
     )
+
+
+_specialise = functools.cache(specialise_pairs)
 
 
 @functools.cache
