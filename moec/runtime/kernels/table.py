@@ -47,7 +47,7 @@ def _named(module: ModuleType, *names: str) -> dict[str, Kernel]:
 KERNELS: dict[str, dict[str, Kernel]] = {
     "torch": {
         **_named(torch_dense, "embed", "take", "rms_norm", "linear", "add_bias", "add", "silu_mul", "gate_up"),
-        **_named(torch_dense, "split_heads", "merge_heads", "split"),
+        **_named(torch_dense, "merged_linear", "split_heads", "merge_heads", "split"),
         **_named(torch_rope, "rope"),
         **_named(torch_attention, "attention", "mla_attention"),
         **_named(torch_moe, "router_logits", "route", "grouped_linear", "grouped_gate_up"),
