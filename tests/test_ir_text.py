@@ -86,7 +86,12 @@ def test_experts_of_any_name_read_back(table: str) -> None:
 
 
 def test_two_programs_that_differ_are_not_equal() -> None:
-    for change in [("slots=8", "slots=9"), ("S0x2", "S0"), ("!1:1\n  return", "!1:2\n  return"), ("dim=0 :", "dim=1 :")]:
+    for change in [
+        ("slots=8", "slots=9"),
+        ("S0x2", "S0"),
+        ("!1:1\n  return", "!1:2\n  return"),
+        ("dim=0 :", "dim=1 :"),
+    ]:
         base = BASES["copies"]
         text = print_program(compiled(plan(**base)))
         assert change[0] in text

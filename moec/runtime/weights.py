@@ -154,7 +154,7 @@ def _all_pieces(
     """The `pieces` of everything that `rank` holds of a parameter, which is `tensor`."""
     parts = param.apart()
     sizes = [_local_shape(part, mesh, placements, rank)[param.dim] for part in parts]
-    for part, target in zip(parts, tensor.split(sizes, param.dim), strict=True):
+    for part, target in zip(parts, torch.split(tensor, sizes, param.dim), strict=True):
         yield from pieces(sources, part, target, *cut(part, mesh, placements, rank))
 
 

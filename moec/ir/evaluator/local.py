@@ -73,7 +73,7 @@ def linear(ctx: Context, x: Tensor, w: Tensor) -> Tensor:
 
 
 def merged_linear(ctx: Context, x: Tensor, w: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    return tuple(linear(ctx, x, part) for part in w.split(sizes))
+    return tuple(linear(ctx, x, part) for part in torch.split(w, list(sizes)))
 
 
 def add(ctx: Context, a: Tensor, b: Tensor) -> Tensor:

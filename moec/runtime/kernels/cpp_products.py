@@ -58,7 +58,7 @@ def linear(library: Library, ctx: Context, x: Tensor, w_NK: Tensor) -> Tensor:
 def merged_linear(
     library: Library, ctx: Context, x: Tensor, w_NK: Tensor, *, sizes: tuple[int, ...]
 ) -> tuple[Tensor, ...]:
-    return torch.split(linear(library, ctx, x, w_NK), sizes, dim=-1)
+    return torch.split(linear(library, ctx, x, w_NK), list(sizes), dim=-1)
 
 
 def gate_up(library: Library, ctx: Context, x_TD: Tensor, w_GD: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def linear(ctx: Context, x: Tensor, w_ND: Tensor) -> Tensor:
 
 def merged_linear(ctx: Context, x: Tensor, w_ND: Tensor, *, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """The parts of x @ w.T: [..., n] for each n of `sizes`, views of the whole."""
-    return torch.split(F.linear(x, w_ND), sizes, dim=-1)
+    return torch.split(F.linear(x, w_ND), list(sizes), dim=-1)
 
 
 def add_bias(ctx: Context, x: Tensor, b_N: Tensor) -> Tensor:
