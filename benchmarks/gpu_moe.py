@@ -81,7 +81,7 @@ def check(layer: Layer, experts: Experts, tokens: int, device: torch.device) -> 
     some = torch.linspace(0, tokens - 1, min(8, tokens)).round().long()  # all different
     wanted = reference(x, ids, weights, experts, some)
     found = {}
-    for form in forms_of(layer):
+    for form in forms_of(layer, tokens):
         kernels = LayerKernels(layer, one_rank(layer), form)
         got = kernels(x, ids, weights, experts)[some.to(device)].double()
         kernels.check()
@@ -122,7 +122,7 @@ def timed_us(forward: Forward, cases: Sequence[tuple[Tensor, Tensor, Tensor]], c
 def measure(layer: Layer, tokens: int, routing: str, copies: Sequence[Experts], device: torch.device) -> Line:
     cases = [inputs(layer, tokens, routing, device, seed) for seed in range(1 if tokens > 512 else PASSES)]
     moec_us = {}
-    for form in forms_of(layer):
+    for form in forms_of(layer, tokens):
         kernels = LayerKernels(layer, one_rank(layer), form)
         moec_us[form] = timed_us(kernels, cases, copies)
         kernels.check()
@@ -151,7 +151,7 @@ def rotated(layer: Layer, device: torch.device) -> list[Experts]:
 
 def table(lines: Sequence[Line]) -> str:
     """All lines as text; microseconds, and of the roof the part that moec's fastest form in fixed order reaches."""
-    columns = ("gathered", "permuted", "accumulated", "torch", "roof", "of roof", "published", "wanted")
+    columns = ("paired", "gathered", "permuted", "accumulated", "torch", "roof", "of roof", "published", "wanted")
     text = [f"{'layer':<13}{'T':>6} {'routing':<15}" + "".join(f"{name:>12}" for name in columns)]
     for line in lines:
         figures = {**line.moec_us, "torch": line.torch_us, "roof": line.roof_us, "published": line.published_us}

@@ -19,6 +19,7 @@ from moec.placement import Placement
 from moec.runtime.context import Context
 from moec.runtime.device_flags import raise_faults
 from moec.runtime.kernels import triton_quantised as fp8
+from moec.runtime.kernels.triton_pairs import multiply_pairs
 from moec.runtime.kernels.triton_products import launch_grouped_gemm, specialise_for
 from moec.runtime.kernels.triton_rows import sort_pairs, sum_rows
 from moec.runtime.launch.status import Status
@@ -27,8 +28,10 @@ from moec.runtime.step import make_step
 
 TABLE = "routed"
 #: Forms of a layer: rows gathered in the product or copied in order before it; sums in fixed order, or added up as they
-#: come, which the plan must allow (`sums = any`).
-FORMS = ("gathered", "permuted", "accumulated")
+#: come, which the plan must allow (`sums = any`); pairs multiplied one by one, of which there must be few.
+FORMS = ("gathered", "permuted", "accumulated", "paired")
+#: Rows up to which the last form is of use.
+FEW_TOKENS = 8
 Matrix = Tensor | QuantisedWeights
 
 
@@ -76,6 +79,10 @@ class LayerKernels:
 
     def __call__(self, x_TD: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, experts: Experts) -> Tensor:
         """[T, D], in x's dtype."""
+        if self.form == "paired":
+            gate_up, down = experts.gate_up, experts.down
+            assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+            return multiply_pairs(self.context, x_TD, ids_Tk, weights_Tk, gate_up, down, table=TABLE)
         found = sort_pairs(self.context, x_TD, ids_Tk, table=TABLE, copies=self.form == "permuted")
         if isinstance(experts.gate_up, QuantisedWeights):
             return self._fp8(x_TD, found.rows, found.offsets, found.pairs, found.places, weights_Tk, experts)
@@ -117,8 +124,9 @@ class LayerKernels:
         raise_faults(self.context)
 
 
-def forms_of(layer: Layer) -> tuple[str, ...]:
-    return FORMS[:2] if layer.is_fp8 else FORMS
+def forms_of(layer: Layer, tokens: int) -> tuple[str, ...]:
+    """The forms that serve so many tokens: FP8 experts are not added as they come, nor multiplied pair by pair."""
+    return FORMS[:2] if layer.is_fp8 else FORMS if tokens <= FEW_TOKENS else FORMS[:3]
 
 
 def peer(x_TD: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, experts: Experts) -> Tensor:

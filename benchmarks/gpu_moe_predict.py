@@ -12,11 +12,15 @@ from moec.codegen.devices import DEVICES
 from moec.codegen.grouped_gemm import Projection, RowSource, Store, specialise
 from moec.codegen.kernel_candidates import candidates
 from moec.codegen.kernel_select import Choice, select
-from moec.codegen.layer_cost import layer_cost
+from moec.codegen.kernel_store import Compiled
+from moec.codegen.layer_cost import layer_cost, pair_layer_cost
+from moec.codegen.pair_product import PairProduct, compile_pairs, specialise_pairs
 from moec.codegen.targets import Dtype, find_target
 from moec.compiler_kernels import compile_gemm
 
 DEVICE = DEVICES["h200"]
+#: Forms in the order of the table, as in `gpu_moe_kernels`; the first is of at most so many tokens.
+FORMS, FEW_TOKENS = ("paired", "gathered", "permuted", "accumulated"), 8
 
 
 @dataclass(frozen=True)
@@ -34,15 +38,13 @@ class Prediction:
 
 def predictions(layers: Sequence[Layer]) -> Iterator[Prediction]:
     """One prediction a case, printed as it comes. FP8 layers are left out: the model does not know their products."""
-    print(
-        f"{'layer':<13}{'T':>6} {'routing':<15}{'gathered':>12}{'permuted':>12}{'accumulated':>12}{'roof':>12}", end=""
-    )
-    print(f"{'published':>12}{'wanted':>12}")
+    columns = (*FORMS, "roof", "published", "wanted")
+    print(f"{'layer':<13}{'T':>6} {'routing':<15}" + "".join(f"{name:>12}" for name in columns))
     for layer in (layer for layer in layers if not layer.is_fp8):
         for tokens in TOKENS:
             for routing in ROUTINGS:
                 found = predict(layer, tokens, routing)
-                figures = (*found.predicted_us.values(), found.roof_us, found.published_us, found.wanted_us)
+                figures = (*map(found.predicted_us.get, FORMS), found.roof_us, found.published_us, found.wanted_us)
                 shown = "".join(f"{'-' if us is None else f'{us:.1f}':>12}" for us in figures)
                 print(f"{layer.name:<13}{tokens:>6} {routing:<15}{shown}", flush=True)
                 yield found
@@ -67,8 +69,17 @@ def predict(layer: Layer, tokens: int, routing: str) -> Prediction:
         form: layer_cost((up.values, up.kernel), (down.values, down.kernel), rows, tokens, DEVICE)
         for form, (up, down) in forms.items()
     }
+    if tokens <= FEW_TOKENS:
+        costs["paired"] = pair_layer_cost(*(pair_kernel(layer, op) for op in Projection), rows, tokens, DEVICE)
     return Prediction(
         layer.name, tokens, routing, {form: cost.predicted_us for form, cost in costs.items()},
         costs["gathered"].roof_us, PUBLISHED.get((layer.name, routing), {}).get(tokens),
         WANTED.get((layer.name, routing), {}).get(tokens),
     )  # fmt: skip
+
+
+def pair_kernel(layer: Layer, op: Projection) -> tuple[PairProduct, Compiled]:
+    """A projection that is multiplied pair by pair, where one rank holds all experts."""
+    experts, target = layer.experts, find_target(DEVICE.target)
+    values = specialise_pairs(op, layer.hidden, layer.inner, experts, experts, layer.top, Dtype.BF16, target)
+    return values, compile_pairs(values)
