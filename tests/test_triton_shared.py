@@ -7,6 +7,7 @@ The definition has them apart: the weighed sum of the chosen experts, plus one M
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ class Layer:
                 out[row] += weight * self._mlp(*one)[0]
         return out
 
-    def choice(self) -> dict[str, object]:
+    def choice(self) -> dict[str, Any]:
         return {"score": "sigmoid", "top": self.top, "groups": 1, "keep": 1, "renormalize": True, "scale": 2.5}
 
     @staticmethod
