@@ -70,7 +70,9 @@ def predict(layer: Layer, tokens: int, routing: str) -> Prediction:
         for form, (up, down) in forms.items()
     }
     if tokens <= FEW_TOKENS:
-        costs["paired"] = pair_layer_cost(*(pair_kernel(layer, op) for op in Projection), rows, tokens, DEVICE)
+        costs["paired"] = pair_layer_cost(
+            pair_kernel(layer, Projection.GATE_UP), pair_kernel(layer, Projection.DOWN), rows, tokens, DEVICE
+        )
     return Prediction(
         layer.name, tokens, routing, {form: cost.predicted_us for form, cost in costs.items()},
         costs["gathered"].roof_us, PUBLISHED.get((layer.name, routing), {}).get(tokens),

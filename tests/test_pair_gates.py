@@ -35,8 +35,8 @@ HIDDEN, INNER, EXPERTS, TOP = 2048, 768, 128, 8
 H200 = DEVICES["h200"]
 UP, DOWN = Projection.GATE_UP, Projection.DOWN
 #: Hidden, inner, experts, choices: of the shipped models, and of odd sizes.
-SHIPPED = [(2048, 768, 128, 8), (4096, 14336, 8, 2), (7168, 2048, 257, 9)]
-ODD = [(50, 33, 5, 5), (1025, 33, 8, 1), (33, 1025, 160, 160), (1025, 1025, 64, 12)]
+SHIPPED: list[tuple[int, ...]] = [(2048, 768, 128, 8), (4096, 14336, 8, 2), (7168, 2048, 257, 9)]
+ODD: list[tuple[int, ...]] = [(50, 33, 5, 5), (1025, 33, 8, 1), (33, 1025, 160, 160), (1025, 1025, 64, 12)]
 
 
 @pytest.fixture(scope="module", autouse=True)
