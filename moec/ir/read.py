@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from lark import Token, Transformer, v_args
 from torch import fx
@@ -16,8 +16,8 @@ from torch import fx
 from moec.ir.build import Builder
 from moec.ir.ops.table import OPS
 from moec.ir.params import Param, Shared, State, param_fault
-from moec.ir.program import Body, Cache, Loc, Memory, Program, Run, Tier, Type
-from moec.ir.read_type import integer, number, require, sizes
+from moec.ir.program import Body, Cache, Memory, Program, Run, Tier, Type
+from moec.ir.read_type import integer, location, number, require, sizes, string
 from moec.mesh import Mesh
 from moec.placement import Placement
 from moec.topology import Cluster, Device, Link
@@ -35,10 +35,6 @@ CACHE_OPTIONS |= {"prefetch": str, "ahead": int}
 MEMORY: dict[str, type] = dict.fromkeys(("weights", "kv", "buffers"), int)
 LINKS = ("intra", "inter", "host", "nvme")
 WORDS: dict[str, bool | None] = {"none": None, "true": True, "false": False}
-
-
-def _string(token: Token) -> str:
-    return re.sub(r"\\(.)", lambda m: {"n": "\n"}.get(m[1], m[1]), token[1:-1], flags=re.DOTALL)
 
 
 def _settings(
@@ -92,7 +88,7 @@ class Reader(Transformer[Token, Any]):
 
     def header(self, phase: Token, name: Token, source: Token) -> Any:
         require(phase in ("prefill", "decode"), f"there is no phase {phase}")
-        return "header", (str(phase), _string(name), _string(source))
+        return "header", (str(phase), string(name), string(source))
 
     def mesh(self, *settings: Any) -> Any:
         mesh = Mesh(**_settings("mesh", settings, MESH, MESH_OPTIONS))
@@ -121,7 +117,7 @@ class Reader(Transformer[Token, Any]):
         require(all(isinstance(rate, int | float) and rate > 0 for rate in rates), f"rates {rates}")
         require(all(isinstance(link, Link | None) for link in links.values()), f"links {links}")
         require(set(given) == {f"tflops.{dtype}" for dtype, _ in tflops}, f"a cluster has no {', '.join(given)}")
-        return "cluster", Cluster(_string(name), counts["nodes"], counts["devices"], device, **links)
+        return "cluster", Cluster(string(name), counts["nodes"], counts["devices"], device, **links)
 
     def cache(self, *parts: Any) -> Any:
         *settings, pinned = parts
@@ -179,7 +175,7 @@ class Reader(Transformer[Token, Any]):
         require(integer(dim) >= 0, f"parameter {name} joined along dim {dim}")
         return "param", (str(name), Param(tuple(map(str, parts)), *lies, int(dim), shared, cut or ()))
 
-    def sizes(self, *counts: Token) -> tuple[int, ...]:
+    def cut(self, *counts: Token) -> tuple[int, ...]:
         return tuple(map(integer, counts))
 
     def shared(self, count: Token, *rest: Token) -> Shared:
@@ -199,7 +195,7 @@ class Reader(Transformer[Token, Any]):
         arguments = [p for p in parts if isinstance(p, tuple)]
         types = [p for p in parts if isinstance(p, Type)]
         stream, kernel, loc = parts[-3:]
-        return "node", (results, op, arguments, types, stream or "compute", kernel, _loc(loc))
+        return "node", (results, op, arguments, types, stream or "compute", kernel, location(loc))
 
     def operand(self, name: Token) -> Any:
         return None, str(name)
@@ -209,7 +205,7 @@ class Reader(Transformer[Token, Any]):
 
     def scalar(self, token: Token) -> Any:
         if token.type == "STRING":
-            return _string(token)
+            return string(token)
         return WORDS[token] if token in WORDS else number(token)
 
     def sequence(self, *values: Any) -> tuple[Any, ...]:
@@ -238,12 +234,6 @@ def _cache(found: dict[str, list[Any]]) -> Cache | None:
         return None
     (settings,) = found["cache"]
     return Cache(tiers=tuple(_by_name("tier", found).values()), **settings)
-
-
-def _loc(token: Token) -> Loc:
-    file, line, column = ("", *token[1:].split(":")) if token.count(":") == 1 else token[1:].rsplit(":", 2)
-    name = _string(cast(Token, file)) if file.startswith('"') else file
-    return Loc(integer(line), integer(column), name)
 
 
 def _read_body(program: Program, name: str, lines: tuple[Any, ...]) -> Body:
@@ -286,8 +276,7 @@ def _read_node(build: Builder, values: dict[str, fx.Node], line: tuple[Any, ...]
     require(op in OPS, f"{where}: there is no operation {op}")
     attrs = [(key, value) for key, value in arguments if key is not None]
     require(len(dict(attrs)) == len(attrs), f"{where}: an attribute is given twice")
-    count = OPS[op].count(dict(attrs))
-    require(len(names) == count, f"{where}: {op} has {count} results")
+    require(len(names) == (count := OPS[op].count(dict(attrs))), f"{where}: {op} has {count} results")
     require(len(types) in (0, len(names)), f"{where}: {len(types)} types of {len(names)} results")
     args = [
         build.param(v[1:]) if v[0] == "@" and v[1:] in build.body.params else _lookup(values, v, where)
