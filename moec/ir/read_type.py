@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from lark import Token, Transformer, v_args
 
-from moec.ir.program import Type
+from moec.ir.program import Loc, Type
 from moec.layout import Layout, Partial, Place, Placed, Replicate, Routed, Shard
 
 
@@ -36,6 +36,18 @@ def sizes(name: Token, type: Type) -> tuple[int, ...]:
     """A shape of numbers only."""
     require(all(isinstance(dim, int) and dim > 0 for dim in type.shape), f"{name} has the shape {list(type.shape)}")
     return cast(tuple[int, ...], type.shape)
+
+
+def string(token: Token) -> str:
+    """What a quoted text says."""
+    return re.sub(r"\\(.)", lambda m: {"n": "\n"}.get(m[1], m[1]), token[1:-1], flags=re.DOTALL)
+
+
+def location(token: Token) -> Loc:
+    """`!7:3`, or with a file in front."""
+    file, line, column = ("", *token[1:].split(":")) if token.count(":") == 1 else token[1:].rsplit(":", 2)
+    name = string(cast(Token, file)) if file.startswith('"') else file
+    return Loc(integer(line), integer(column), name)
 
 
 @v_args(inline=True)
