@@ -151,6 +151,7 @@ def test_a_type_reads_as_written() -> None:
         ("%1, %2, %3 = merged", "%1, %2 = merged", "merged_linear has 3 results"),
         ("sizes=(8, 4, 4)) :", "sizes=8) :", "merged_linear has 0 results"),
         ("sizes=(16, 8, 8) :", "sizes=(16, 8) :", "dim 0 of [32, 10] cannot join 3 parts"),
+        ("sizes=(16, 8, 8) :", "sizes=(16, 8, 8.0) :", "parameter attention.q_k_v of parts of (16, 8, 8.0)"),
         ("sizes=(16, 8, 8) :", "sizes=(16, 8, 9) :", "dim 0 of [32, 10] cannot join 3 parts"),
         ("state v :", "state k :", "sparse has two states k"),
         ("attention tp=S1 dp", "attention tp=Q dp", "there is no placement Q"),

@@ -35,8 +35,7 @@ link: NAME "=" (INT | FLOAT) "/" (INT | FLOAT) "/" INT
 rate: "link" "=" (INT | FLOAT) "/" (INT | FLOAT) "/" INT
 
 body: "body" NAME "{" (param | state | input | node | returned)* "}"
-param: "param" NAME ["=" NAME ("+" NAME)* "dim" "=" INT [cut] [shared]] ":" type
-cut: "sizes" "=" "(" INT ("," INT)* ")"
+param: "param" NAME ["=" NAME ("+" NAME)* "dim" "=" INT ["sizes" "=" sequence] [shared]] ":" type
 shared: "with" INT "of" NAME ("+" NAME)* "dim" "=" INT
 state: "state" NAME ":" type
 input: "in" VALUE [":" type]

@@ -173,10 +173,8 @@ class Reader(Transformer[Token, Any]):
         *parts, dim, cut, shared, type = rest if rest[0] is not None else (name, "0", None, None, rest[-1])
         lies = (sizes(name, type), type.dtype, type.layout)
         require(integer(dim) >= 0, f"parameter {name} joined along dim {dim}")
+        require(all(isinstance(size, int) for size in cut or ()), f"parameter {name} of parts of {cut}")
         return "param", (str(name), Param(tuple(map(str, parts)), *lies, int(dim), shared, cut or ()))
-
-    def cut(self, *counts: Token) -> tuple[int, ...]:
-        return tuple(map(integer, counts))
 
     def shared(self, count: Token, *rest: Token) -> Shared:
         *parts, dim = rest
