@@ -64,7 +64,7 @@ def program(case: str) -> Program:
     return compile_phase(checked, phase, source.name, stop_after=last)
 
 
-@pytest.mark.parametrize(("page", "count"), [("docs/layout.md", 3), ("docs/prefetch.md", 2), ("README.md", 2)])
+@pytest.mark.parametrize(("page", "count"), [("docs/layout.md", 4), ("docs/prefetch.md", 2), ("README.md", 2)])
 def test_shown_programs_are_real(page: str, count: int) -> None:
     shown = blocks(ROOT / page, "ir")
     assert len(shown) == count
