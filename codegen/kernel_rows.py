@@ -20,7 +20,8 @@ WARP_BYTES = 512
 #: Choices up to which the loop over them is unrolled: what does not depend on the columns is then computed once, and
 #: loads do not wait for each other. Eight chosen experts and two shared ones.
 MOST_UNROLLED = 10
-#: Chunks that a step's rows are cut in, until chunks are as large as they get: a few for each of 132 processors.
+#: Programs at most, and chunks that a step's rows are cut in until chunks are as large as they get: a few for each of
+#: 132 processors.
 CHUNKS = 256
 #: Fewest and most pairs of a chunk: each is compared with all others of its chunk.
 CHUNK_PAIRS = (16, 256)
@@ -36,7 +37,8 @@ class GroupRows:
     """Values of `triton/group_rows.py.jinja`: `rows` a chunk; without `copies` only places are computed.
 
     `alone`: there is one chunk, which one program sorts in one launch; it copies nothing, which takes many programs.
-    `stride` is in elements, from a row to the next where rows are views into messages.
+    `is_several`: a program takes several chunks, one after the other. `stride` is in elements, from a row to the next
+    where rows are views into messages.
     """
 
     experts: int
@@ -48,6 +50,7 @@ class GroupRows:
     copies: bool
     rows: int
     alone: bool = False
+    is_several: bool = False
 
     @property
     def block_top(self) -> int:
@@ -90,12 +93,17 @@ class GroupRows:
     def name(self) -> str:
         """File and report name: `group_rows_d2048_e128_m128_k8_bf16_r16`; without copies `group_pairs_e128...`."""
         experts = f"e{self.experts}_m{self.held}_k{self.top}"
+        rows = f"r{self.rows}{'_several' if self.is_several else ''}"
         if not self.copies:
-            return f"{'sort' if self.alone else 'group'}_pairs_{experts}_r{self.rows}"
-        return f"group_rows_d{self.hidden}_{experts}_{self.dtype.value}_r{self.rows}"
+            return f"{'sort' if self.alone else 'group'}_pairs_{experts}_{rows}"
+        return f"group_rows_d{self.hidden}_{experts}_{self.dtype.value}_{rows}"
 
-    def num_chunks(self, num_rows: int) -> int:
-        return -(-num_rows // self.rows)
+    def parts(self, num_rows: int) -> int:
+        """Chunks that a program takes one after the other: programs read each other's counts, so they stay few."""
+        return max(1, -(-num_rows // (self.rows * CHUNKS))) if self.is_several else 1
+
+    def num_programs(self, num_rows: int) -> int:
+        return -(-num_rows // (self.rows * self.parts(num_rows)))
 
 
 @dataclass(frozen=True)
@@ -168,7 +176,9 @@ def specialise_group(
     chunk, alone = chunk_rows(num_rows, top), False
     if not copies and max(num_rows, 1) * power_of_two(top) <= CHUNK_PAIRS[1]:
         chunk, alone = max(chunk, power_of_two(max(num_rows, 1))), True
-    return GroupRows(experts, held, top, hidden, dtype, hidden if stride is None else stride, copies, chunk, alone)
+    is_several = num_rows > chunk * CHUNKS
+    stride = hidden if stride is None else stride
+    return GroupRows(experts, held, top, hidden, dtype, stride, copies, chunk, alone, is_several)
 
 
 def chunk_rows(num_rows: int, top: int) -> int:
@@ -200,7 +210,7 @@ def group_signatures(values: GroupRows) -> dict[str, Signature]:
     """Argument types of each of the rendered sorting kernels."""
     if values.alone:
         return {"sort_pairs": sort_signature()}
-    return {"count_pairs": count_signature(), "place_pairs": place_signature(values)}
+    return {"count_pairs": count_signature(values), "place_pairs": place_signature(values)}
 
 
 def sort_signature() -> Signature:
@@ -209,9 +219,10 @@ def sort_signature() -> Signature:
     return _signature(given | {"offsets": "*i32", "pairs": "*i64", "places": "*i32", "num_rows": "i32"})
 
 
-def count_signature() -> Signature:
+def count_signature(values: GroupRows) -> Signature:
     """Argument types of the rendered `count_pairs`."""
-    return _signature({"ids": "*i64", "slots": "*i64", "counts": "*i32", "flag": "*i32", "num_rows": "i32"})
+    parts = {"parts": "i32"} if values.is_several else {}
+    return _signature({"ids": "*i64", "slots": "*i64", "counts": "*i32", "flag": "*i32", "num_rows": "i32"} | parts)
 
 
 def place_signature(values: GroupRows) -> Signature:
@@ -220,7 +231,8 @@ def place_signature(values: GroupRows) -> Signature:
     out = {"out": f"*{values.dtype.value}"} if values.copies else {}
     sorting = {"ids": "*i64", "slots": "*i64", "counts": "*i32"}
     sorted_ = {"offsets": "*i32", "pairs": "*i64", "places": "*i32"}
-    return _signature(rows | sorting | out | sorted_ | {"num_rows": "i32", "num_chunks": "i32"})
+    parts = {"parts": "i32"} if values.is_several else {}
+    return _signature(rows | sorting | out | sorted_ | {"num_rows": "i32"} | parts)
 
 
 def reduce_signature(values: ReduceRows) -> Signature:

@@ -144,11 +144,11 @@ def _group_cost(up: GroupedGemm, tokens: int, useful: int, device: Device) -> Ro
 def group_cost(values: GroupRows, tokens: int, useful: int, row_bytes: int, device: Device) -> RowsCost:
     """Ids are read, pairs and places written, and rows copied, where `row_bytes` is not 0.
 
-    Where there are two launches, each program of the second reads the counts of all chunks, out of cache.
+    Where there are two launches, each program of the second reads the counts of all programs, out of cache.
     """
     lists = 2.0 * 8 * tokens * values.top + 8.0 * useful + 4.0 * tokens * values.top
     copied = float(row_bytes) * (min(tokens, useful) + useful)
-    counts = 0.0 if values.alone else 4.0 * values.held * values.num_chunks(tokens) ** 2
+    counts = 0.0 if values.alone else 4.0 * values.held * values.num_programs(tokens) ** 2
     launches = len(group_signatures(values))
     return RowsCost("group_rows" if row_bytes else "group_pairs", lists + copied, launches, device, counts)
 

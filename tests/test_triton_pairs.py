@@ -28,6 +28,10 @@ from moec.runtime.kernels.triton_pairs import multiply_pairs, paired_experts
 from moec.runtime.step import Fixed
 from tests.contexts import context
 
+pytest.importorskip("triton")
+#: numpy, in which the interpreter computes, warns of NaN.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 

@@ -46,6 +46,7 @@ DECODE = specialise_group(256, 32, 8, 7168, Dtype.FP16, 64)
 ODD = specialise_group(160, 80, 12, 50, Dtype.FP32, 7, stride=56)
 GATHERED = specialise_group(128, 128, 8, 2048, Dtype.BF16, 4096, copies=False)
 FEW = specialise_group(256, 256, 8, 7168, Dtype.BF16, 32, copies=False)
+LONG = specialise_group(128, 128, 8, 2048, Dtype.BF16, 65536)
 WEIGHTED = specialise_reduce(8, 2048, Dtype.BF16)
 ADDED = specialise_reduce(12, 50, Dtype.FP16, is_weighted=False)
 
@@ -61,7 +62,7 @@ def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)
 def test_compile_offline_without_spills(target: Target) -> None:
     reports = [compile_route(DEEPSEEK, target), *compile_group(PROMPT, target), compile_reduce(WEIGHTED, target)]
-    reports += compile_group(FEW, target)
+    reports += [*compile_group(FEW, target), *compile_group(LONG, target)]
     if target.name in ("cuda:90", "hip:gfx942"):
         reports += [*compile_group(DECODE, target), *compile_group(ODD, target), compile_reduce(ADDED, target)]
     for report in reports:
@@ -122,13 +123,21 @@ def test_chunks_spread_a_decode_step_and_keep_a_prompts_counts_few() -> None:
     """Rows of a chunk: at most 256 pairs of 8 choices, at least 16, and some 256 chunks in between."""
     assert [chunk_rows(rows, 8) for rows in (0, 1, 64, 1024, 4096, 16384, 10**6)] == [2, 2, 2, 4, 16, 32, 32]
     assert [chunk_rows(64, top) for top in (1, 6, 16, 17, 160, 300)] == [16, 2, 1, 1, 1, 1]
-    assert PROMPT.num_chunks(4096) == 256 and DECODE.num_chunks(64) == 32
+    assert PROMPT.num_programs(4096) == 256 and DECODE.num_programs(64) == 32
+
+
+def test_programs_that_read_each_others_counts_stay_few() -> None:
+    """Chunks of 32 rows at most: from 8192 rows on programs take several, in order, the last ones perhaps fewer."""
+    for num_rows, programs, parts in ((8192, 256, 1), (8193, 129, 2), (65536, 256, 8), (10**6, 255, 123)):
+        values = specialise_group(128, 128, 8, 2048, Dtype.BF16, num_rows)
+        assert (values.num_programs(num_rows), values.parts(num_rows)) == (programs, parts)
+        assert programs * parts * values.rows >= num_rows > (programs - 1) * parts * values.rows
 
 
 LINES = [Comment("qwen3.moe:9  experts routed = 128 * swiglu(768)")]
 CASES = {
     **{values.name: render_route(values, LINES) for values in (QWEN3, DEEPSEEK)},
-    **{values.name: render_group(values, LINES) for values in (PROMPT, ODD, GATHERED, FEW)},
+    **{values.name: render_group(values, LINES) for values in (PROMPT, ODD, GATHERED, FEW, LONG)},
     **{values.name: render_reduce(values, LINES) for values in (WEIGHTED, ADDED)},
 }
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moec.codegen import kernel_rows
 from moec.codegen.kernel_rows import specialise_group
 from moec.codegen.targets import Dtype
 from moec.diagnostics import MoecError
@@ -38,7 +39,7 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "dtype": tuple(TOLERANCE),
     "routing": ("spread", "one", "gaps", "repeated"),
     "ranks": (1, 2, 3),
-    "chunks": ("small", "large"),
+    "chunks": ("small", "large", "several"),
 }
 
 
@@ -83,8 +84,10 @@ def test_interpreted_kernels_equal_torchs(
     ids_Rk = route_to(rows, experts, top, routing, generator)
     x_RD = torch.randn(rows, hidden, generator=generator).to(dtype)
     weights_Rk = torch.rand(rows, top, generator=generator)
-    if chunks == "small":
+    if chunks != "large":
         small_chunks(monkeypatch)
+    if chunks == "several":  # of each program, one after the other
+        monkeypatch.setattr(kernel_rows, "CHUNKS", 3)
     with poisoned_memory():
         found = group_rows(ctx, x_RD, ids_Rk, table="routed")
         sums_RD = reduce_rows(ctx, found[0], found[2], weights_Rk, table="routed")

@@ -96,9 +96,7 @@ def sorting_flag(ctx: Context, table: str, ids_Rk: Tensor) -> Tensor:
     if is_deferred(ctx):  # the flag is of all graphs, and keeps nothing alive that belongs to this one
         fault = functools.partial(pair_fault, ctx.layer, table, ctx.placements[table].num_experts)
         return flags.flag(("graphs", ctx.layer, table), fault)
-    return flags.flag(
-        ("experts", ctx.layer, table), lambda pair: expert_fault(ctx, table, int(ids_Rk.flatten()[pair]))
-    )
+    return flags.flag(("experts", ctx.layer, table), lambda pair: expert_fault(ctx, table, int(ids_Rk.flatten()[pair])))
 
 
 def launch_group(
@@ -108,20 +106,19 @@ def launch_group(
 
     Kernels made to sort `alone` take one chunk of rows at most.
     """
-    num_rows, num_chunks = ids_Rk.shape[0], values.num_chunks(ids_Rk.shape[0])
+    num_rows = ids_Rk.shape[0]
+    num_programs, parts = values.num_programs(num_rows), values.parts(num_rows)
     if values.alone:
-        assert num_chunks == 1 and found.rows is None
+        assert num_programs == parts == 1 and found.rows is None
         sort = _launcher(render_group, values, "sort_pairs", ids_Rk)
         sort(1, ids_Rk, slots, flag, found.offsets, found.pairs, found.places, num_rows)
         return
-    counts = torch.empty((num_chunks, values.held), dtype=torch.int32, device=ids_Rk.device)
+    counts = torch.empty((num_programs, values.held), dtype=torch.int32, device=ids_Rk.device)
     count, place = (_launcher(render_group, values, name, ids_Rk) for name in ("count_pairs", "place_pairs"))
-    count(num_chunks, ids_Rk, slots, counts, flag, num_rows)
-    sorting = (ids_Rk, slots, counts)
-    if found.rows is not None:
-        place(num_chunks, rows_RD, *sorting, found.rows, found.offsets, found.pairs, found.places, num_rows, num_chunks)
-    else:
-        place(num_chunks, *sorting, found.offsets, found.pairs, found.places, num_rows, num_chunks)
+    sizes = (num_rows, parts) if values.is_several else (num_rows,)
+    count(num_programs, ids_Rk, slots, counts, flag, *sizes)
+    rows, out = ((), ()) if found.rows is None else ((rows_RD,), (found.rows,))
+    place(num_programs, *rows, ids_Rk, slots, counts, *out, found.offsets, found.pairs, found.places, *sizes)
 
 
 def group_rows(ctx: Context, rows_RD: Tensor, ids_Rk: Tensor, *, table: str) -> tuple[Tensor, Tensor, Tensor]:
