@@ -49,16 +49,21 @@ class Device:
     def cycles_per_us(self) -> float:
         return self.clock_ghz * 1e3
 
-    def peak(self, dtype: Dtype) -> float:
-        """FLOP per microsecond of the whole device. fp32 products run on the plain units, at 128 FMA a cycle."""
-        tflops = dict(self.tflops).get(dtype.value)
+    def peak(self, dtype: Dtype | str) -> float:
+        """FLOP per microsecond of the whole device, of a dtype or of `fp8`.
+
+        fp32 products run on the plain units, at 128 FMA a cycle.
+        """
+        tflops = dict(self.tflops).get(dtype if isinstance(dtype, str) else dtype.value)
         return tflops * 1e6 if tflops is not None else self.num_sms * 256 * self.cycles_per_us
 
-    def roof_us(self, num_bytes: float, flops: float, dtype: Dtype) -> float:
+    def roof_us(self, num_bytes: float, flops: float, dtype: Dtype | str) -> float:
         """What nothing can beat: the larger of bytes over the rate of memory and operations over the peak."""
         return max(num_bytes / (self.memory_gbps * 1e3), flops / self.peak(dtype))
 
 
+HOPPER = (("bf16", 989.4), ("fp16", 989.4), ("fp8", 1978.9))
+BLACKWELL = (("bf16", 2250.0), ("fp16", 2250.0), ("fp8", 4500.0))
 #: Vendors' data sheets and tuning guides (multiprocessors, boost clock, dense rates, memory, L2, shared memory).
 #: `l2_gbps`: H100 and H200 as fitted to SGLang's 2377 us at 16,384 tokens (`docs/kernels.md`; the slices could give
 #: 5120 bytes a cycle, 9.4 TB/s; Chips and Cheese measured 5.5 to 5.7 on the PCIe board of 114); the others scaled from
@@ -67,9 +72,9 @@ DEVICES = {
     device.name: device
     for device in (
         Device("a100", "cuda:80", 108, 1.41, 2039, (("bf16", 312), ("fp16", 312)), 4200, 40 << 20, 164 << 10),
-        Device("h100", "cuda:90", 132, 1.83, 3350, (("bf16", 989.4), ("fp16", 989.4)), 6600, 50 << 20, 228 << 10),
-        Device("h200", "cuda:90", 132, 1.83, 4800, (("bf16", 989.4), ("fp16", 989.4)), 6600, 50 << 20, 228 << 10),
-        Device("b200", "cuda:100", 148, 1.85, 7700, (("bf16", 2250), ("fp16", 2250)), 7500, 126 << 20, 228 << 10),
+        Device("h100", "cuda:90", 132, 1.83, 3350, HOPPER, 6600, 50 << 20, 228 << 10),
+        Device("h200", "cuda:90", 132, 1.83, 4800, HOPPER, 6600, 50 << 20, 228 << 10),
+        Device("b200", "cuda:100", 148, 1.85, 7700, BLACKWELL, 7500, 126 << 20, 228 << 10),
         Device(
             "mi300x", "hip:gfx942", 304, 2.1, 5300, (("bf16", 1307.4), ("fp16", 1307.4)), 12000, 256 << 20, 64 << 10,
             registers=131072, reserved=0,

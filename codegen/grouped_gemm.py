@@ -110,6 +110,16 @@ class GroupedGemm:
         return max(tile.stages for tile in self.tiles)
 
     @property
+    def row_bytes(self) -> float:
+        """Bytes of a number of a row, with its part of a scale."""
+        return float(self.dtype.num_bytes)
+
+    @property
+    def multiplied(self) -> str:
+        """What the tensor cores multiply, as devices' rates are named."""
+        return self.dtype.value
+
+    @property
     def num_columns(self) -> int:
         """Column tiles: how many tiles share their rows."""
         return -(-self.width // self.tiles[0].n)

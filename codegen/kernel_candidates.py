@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moec.codegen.devices import device_for
-from moec.codegen.grouped_gemm import GroupedGemm
+from moec.codegen.grouped_gemm import GroupedGemm, Weights
 from moec.codegen.renderer import Comment
 from moec.codegen.targets import Target, find_target
 from moec.codegen.tiles import Tile, product_side
@@ -47,7 +47,12 @@ MFMA = (_Shape(128, 64, 2, 8, True), _Shape(128, 32, 2, 4, True), _Shape(64, 64,
 
 
 def candidates(wanted: GroupedGemm) -> list[GroupedGemm]:
-    """`wanted` first, then those of other tiles that shared memory has room for. None differs in what it computes."""
+    """`wanted` first, then those of other tiles that shared memory has room for. None differs in what it computes.
+
+    Kernels of quantised weights have one shape for each size of steps (`quantised_sizes`).
+    """
+    if wanted.weights is not Weights.PLAIN:
+        return [wanted]
     target = find_target(wanted.target.text)
     shapes = WGMMA if target.has_tma else MMA if target.backend == "cuda" else MFMA
     others = [values for shape in shapes for values in _shaped(wanted, shape, target)]

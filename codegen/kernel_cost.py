@@ -113,6 +113,7 @@ def gemm_cost(
     per_us = device.num_sms * device.cycles_per_us
     lasting = FILL_NS * device.clock_ghz / max(1, fits.blocks) if fits else 0.0
     cycles = np.maximum(np.maximum(issue, tensor), load / PORT_BYTES) + lasting
+    flops = 2.0 * useful * values.sides * values.width * values.depth
     return GemmCost(
         traffic=moved,
         useful_rows=useful,
@@ -123,7 +124,7 @@ def gemm_cost(
         tensor_us=float(tiles @ tensor) / per_us,
         issue_us=float(tiles @ issue) / per_us,
         busiest_us=busiest(order, cycles, values.programs, device.num_sms) / device.cycles_per_us,
-        roof_us=device.roof_us(moved.minimum, 2.0 * useful * values.sides * values.width * values.depth, values.dtype),
+        roof_us=device.roof_us(moved.minimum, flops, values.multiplied),
         occupancy=fits,
     )
 
@@ -133,10 +134,11 @@ def traffic(values: GroupedGemm, rows: Rows, tokens: int, device: Device) -> Tra
     useful, width = int(rows.sum()), values.dtype.num_bytes
     weights = int((rows > 0).sum()) * values.sides * values.width * values.depth * weight_bytes(values)
     layer_rows = min(tokens, useful) * values.hidden * width
-    read: float = useful * values.depth * width
+    read = useful * values.depth * values.row_bytes
     if values.rows is RowSource.GATHERED:
-        again = max(0.0, 1.0 - device.l2_bytes / max(1, layer_rows))  # part of the repeated reads that miss L2
-        read = layer_rows + (read - layer_rows) * again
+        once = min(tokens, useful) * values.depth * values.row_bytes
+        again = max(0.0, 1.0 - device.l2_bytes / max(1.0, once))  # part of the repeated reads that miss L2
+        read = once + (read - once) * again
     written = useful * values.width * width
     if values.store is Store.ACCUMULATED:  # fp32 sums: cleared, read and written by atomics in L2, cast at the end
         written = 2 * min(tokens, useful) * values.width * 4 + layer_rows
@@ -154,18 +156,19 @@ def weight_bytes(values: GroupedGemm) -> float:
 def tile_bytes(values: GroupedGemm, tile: Tile) -> float:
     """Bytes of operands that a tile loads."""
     depth = -(-values.depth // tile.k) * tile.k
-    return depth * (tile.m * values.dtype.num_bytes + values.sides * tile.n * weight_bytes(values))
+    return depth * (tile.m * values.row_bytes + values.sides * tile.n * weight_bytes(values))
 
 
 def tensor_cycles(values: GroupedGemm, tile: Tile, device: Device, loop: MatrixLoop | None = None) -> float:
     """Cycles of a multiprocessor's tensor cores for a tile, or of its shared memory where warp groups wait for that."""
     depth = -(-values.depth // tile.k) * tile.k
     flops = 2.0 * tile.m * values.sides * tile.n * depth
-    cycles = flops / (device.peak(values.dtype) / device.num_sms / device.cycles_per_us)
+    cycles = flops / (device.peak(values.multiplied) / device.num_sms / device.cycles_per_us)
     if loop is None or loop.op.shape is None or GROUP_WARPS.get(loop.op.name) != 4:
         return cycles
     m, n, k = loop.op.shape
-    read = (m + n) * k * values.dtype.num_bytes / SHARED_BYTES
+    is_decoded = values.weights is not Weights.PLAIN and values.multiplied != "fp8"  # in registers, the left side
+    read = (n if is_decoded else m + n) * k * values.row_bytes / SHARED_BYTES
     return max(cycles, flops / (2.0 * m * n * k) * read)
 
 

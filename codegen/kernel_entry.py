@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moec.codegen.devices import Device, Occupancy, occupancy
+from moec.codegen.grouped_gemm import Weights
 from moec.codegen.kernel_choice import write_choice
 from moec.codegen.kernel_cost import GemmCost, match_loops
 from moec.codegen.kernel_select import Choice, describe
@@ -26,7 +27,7 @@ def gemm_entry(choice: Choice, device: Device, rows_per_expert: int) -> dict[str
         "launches": 1,
         "form": values.form.value,
         "tiles": describe(values),
-        "choice": write_choice(values, rows_per_expert),
+        **({"choice": write_choice(values, rows_per_expert)} if values.weights is Weights.PLAIN else {}),
         "matrix": [
             {
                 "rows": tile.m,

@@ -38,6 +38,14 @@ class QuantisedGemm(GroupedGemm):
         return -(-depth // GROUP) * GROUP if self.quantised_rows else depth
 
     @property
+    def row_bytes(self) -> float:
+        return 1 + 4 / GROUP if self.quantised_rows else super().row_bytes
+
+    @property
+    def multiplied(self) -> str:
+        return "fp8" if self.quantised_rows else super().multiplied
+
+    @property
     def groups(self) -> int:
         return -(-self.depth // GROUP)
 

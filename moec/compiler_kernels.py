@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from moec.codegen.devices import Device
 from moec.codegen.expected_rows import Rows
 from moec.codegen.gemm_source import grouped_gemm_signature, render_grouped_gemm
-from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, Store, specialise
+from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, Store, Weights, specialise
 from moec.codegen.kernel_candidates import candidates
 from moec.codegen.kernel_entry import gemm_entry, pair_entry, rows_entry
 from moec.codegen.kernel_moves import Moves, Moving, compile_moving, moving_cost, render_moving
@@ -23,10 +23,12 @@ from moec.codegen.kernel_tune import Measure, tune
 from moec.codegen.offline import Launch
 from moec.codegen.pair_cost import pair_cost
 from moec.codegen.pair_product import PairProduct, compile_pairs, render_pairs, specialise_pairs
+from moec.codegen.quantise_rows import has_fp8_products, specialise_quantise_rows
+from moec.codegen.quantised import QuantisedGemm, quantised_signature, render_quantised, specialise_quantised
 from moec.codegen.renderer import Comment
 from moec.codegen.targets import Target, find_target
 from moec.compiler_uses import Use, device_of, uses
-from moec.ir.program import Program, op_of
+from moec.ir.program import Program, op_of, operands, type_of
 
 #: Operations that grouped GEMM kernels serve: (projection, where rows come from, what becomes of results).
 GEMMS = {
@@ -38,7 +40,7 @@ GEMMS = {
 #: Parts of `paired_experts` that multiply pair by pair.
 PAIRED = {"pair_gate_up": Projection.GATE_UP, "pair_down": Projection.DOWN}
 #: Kernels that are the only one of their text.
-ALONE = ("grouped_gemm", "route", *PAIRED)
+ALONE = ("grouped_gemm", "route", "quantise_rows", *PAIRED)
 
 
 Values = GroupedGemm | PairProduct | Moving
@@ -92,6 +94,8 @@ def _heading(use: Use, name: str) -> dict[str, Any]:
 
 def render_kernel(values: Values, comments: Iterable[Comment] = ()) -> str:
     """The text of a kernel, with the `.moe` lines it serves."""
+    if isinstance(values, QuantisedGemm):
+        return render_quantised(values, comments)
     if isinstance(values, GroupedGemm):
         return render_grouped_gemm(values, comments)
     if isinstance(values, PairProduct):
@@ -131,13 +135,16 @@ class _Chooser:
         key = (wanted, rows.tobytes(), tokens, device)
         if key not in self._found:
             given = (candidates(wanted), rows, tokens, device, compile_gemm)
-            self._found[key] = select(*given) if self.measure is None else tune(*given, self.measure)
+            is_one = len(given[0]) == 1
+            self._found[key] = select(*given) if self.measure is None or is_one else tune(*given, self.measure)
         return self._found[key]
 
 
 def _add_gemm(kernels: Kernels, use: Use, target: Target, choose: _Chooser) -> None:
     """Choose the tiles for each number of experts that a rank may hold."""
     device = device_of(use.program, target)
+    if has_fp8_experts(use) and has_fp8_products(target):
+        _add_quantised_rows(kernels, use, target, device)
     for held in _held(use):
         choice = choose(wanted_gemm(use, target, held), np.resize(use.load.rows, held), use.load.tokens, device)
         kernels.add(use, choice.values, [("grouped_gemm", choice.kernel)], gemm_entry(choice, device, _mean_rows(use)))
@@ -150,10 +157,31 @@ def wanted_gemm(use: Use, target: Target, held: int | None = None) -> GroupedGem
     width = int(lines) // op.sides
     hidden, inner = (int(depth), width) if op is Projection.GATE_UP else (width, int(depth))
     experts = held or _held(use)[-1]
+    if has_fp8_experts(use):
+        return specialise_quantised(
+            op, hidden, inner, experts, use.dtype, target, Weights.FP8, quantised_rows=has_fp8_products(target),
+            top=use.load.top, rows=source, store=store, rows_per_expert=_mean_rows(use),
+        )  # fmt: skip
     return specialise(
         op, hidden, inner, experts, use.dtype, target, top=use.load.top, rows=source, store=store,
         rows_per_expert=_mean_rows(use),
     )  # fmt: skip
+
+
+def has_fp8_experts(use: Use) -> bool:
+    """Whether a product's weights are in fp8."""
+    return type_of(operands(use.node)[_weights_at(use)]).dtype == "fp8"
+
+
+def _add_quantised_rows(kernels: Kernels, use: Use, target: Target, device: Device) -> None:
+    """What makes a product's rows e4m3: rows at their experts, or where they are gathered, as they came."""
+    depth = int(use.shape(0)[1])
+    values = specialise_quantise_rows(depth, use.dtype, target)
+    num_rows = use.load.tokens if use.op == "gathered_gate_up" else int(use.load.rows.sum())
+    cost = moving_cost(values, Moves(use.load.tokens, use.load.top, num_rows, depth * use.dtype.num_bytes), device)
+    made = compile_moving(values, target)
+    entry = rows_entry([kernel for _, kernel in made], values.warps, cost)
+    kernels.add(replace(use, part="quantise_rows"), values, made, entry)
 
 
 def _mean_rows(use: Use) -> int:
@@ -165,8 +193,8 @@ def _mean_rows(use: Use) -> int:
 def compile_gemm(values: GroupedGemm) -> Compiled:
     """Machine code of a grouped GEMM, kept or made."""
     launch = Launch(values.name, values.warps, values.stages)
-    arguments, target = grouped_gemm_signature(values), find_target(values.target.text)
-    return compiled(render_grouped_gemm(values), "grouped_gemm", arguments, target, launch)
+    arguments = quantised_signature(values) if isinstance(values, QuantisedGemm) else grouped_gemm_signature(values)
+    return compiled(render_kernel(values), "grouped_gemm", arguments, find_target(values.target.text), launch)
 
 
 def _held(use: Use) -> list[int]:

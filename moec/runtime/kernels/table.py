@@ -29,9 +29,9 @@ from moec.runtime.kernels import (
     torch_moe,
     torch_pairs,
     torch_rope,
+    triton_fp8,
     triton_fused,
     triton_pairs,
-    triton_products,
     triton_route,
     triton_rows,
 )
@@ -63,8 +63,8 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "triton": {
         **_named(triton_route, "route"),
         **_named(triton_rows, "group_rows", "reduce_rows", "combine"),
-        **_named(triton_products, "grouped_gate_up", "grouped_linear"),
-        **_named(triton_fused, "group_pairs", "gathered_gate_up", "reduced_linear"),
+        **_named(triton_fp8, "grouped_gate_up", "grouped_linear", "gathered_gate_up"),
+        **_named(triton_fused, "group_pairs", "reduced_linear"),
         **_named(triton_pairs, "paired_experts"),
     },
 }

@@ -61,14 +61,16 @@ def grouped_gate_up(
     pairs_X: Tensor | None = None,
     top: int = 1,
     dtype: torch.dtype = torch.bfloat16,
+    expected: int | None = None,
 ) -> Tensor:
     """silu(rows @ gate.T) * (rows @ up.T), each row with its expert's weights: [X, N], accumulated in fp32.
 
     Rows are sorted by expert, or those of tokens, of which `pairs_X` (i64, token * top + choice) names one for each
     sorted position. `offsets_M` (i32) are the ends of the experts' rows; rows after the last end give zeros. Results
-    are in the rows' dtype, or in `dtype` for quantised rows. Raises E0531 for tensors that do not fit.
+    are in the rows' dtype, or in `dtype` for quantised rows. Tiles are those for `expected` rows, where that is given.
+    Raises E0531 for tensors that do not fit.
     """
-    return _product(Projection.GATE_UP, rows, offsets_M, weights, pairs_X, top, None, dtype)
+    return _product(Projection.GATE_UP, rows, offsets_M, weights, pairs_X, top, None, dtype, expected)
 
 
 def grouped_linear(
@@ -79,12 +81,13 @@ def grouped_linear(
     pairs_X: Tensor | None = None,
     pair_weights: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    expected: int | None = None,
 ) -> Tensor:
     """rows @ w.T, each row with its expert's weights: [X, N], accumulated in fp32; see `grouped_gate_up`.
 
     With `pairs_X` and `pair_weights` (fp32, of all pairs) each result is multiplied by its pair's weight.
     """
-    return _product(Projection.DOWN, rows, offsets_M, weights, pairs_X, 1, pair_weights, dtype)
+    return _product(Projection.DOWN, rows, offsets_M, weights, pairs_X, 1, pair_weights, dtype, expected)
 
 
 def _product(
@@ -96,6 +99,7 @@ def _product(
     top: int,
     pair_weights: Tensor | None,
     dtype: torch.dtype,
+    expected: int | None,
 ) -> Tensor:
     if isinstance(rows, Tensor):
         rows, dtype = rows.contiguous(), rows.dtype
@@ -115,7 +119,7 @@ def _product(
         store = Store.PLAIN if pair_weights is None else Store.WEIGHTED
         values = _specialise(
             op, hidden, inner, experts, dtype, target_of(row_values.device), weights.format,
-            isinstance(rows, QuantisedRows), top, source, store, size_class(-(-num_rows // experts)),
+            isinstance(rows, QuantisedRows), top, source, store, size_class(-(-(expected or num_rows) // experts)),
         )  # fmt: skip
         launch_quantised(values, rows, offsets_M, weights, out_XN, pairs_X, pair_weights)
     return out_XN
