@@ -22,6 +22,7 @@ from moec.runtime.capturable import notes as graph_notes
 from moec.runtime.cpp_library import notes
 from moec.runtime.experts.notes import OneNote
 from moec.runtime.generate import Request, collect_logits, generate
+from moec.runtime.kernels.fp8_notes import notes as fp8_notes
 from moec.runtime.launch.job import run_ranks
 from moec.runtime.launch.rank import Rank, device_kind
 from moec.runtime.run_counts import gather_dropped, may_drop, tell_dropped
@@ -79,7 +80,7 @@ class Model:
 
             kind = device_kind()
             check_device(self.artifact, kind)
-            for note in notes(self.artifact.programs, kind):
+            for note in (*notes(self.artifact.programs, kind), *fp8_notes(self.artifact.programs)):
                 LOG.warning("%s; torch's kernels serve", note)
             for note in graph_notes(self.artifact.programs, kind):
                 LOG.warning("%s", note)

@@ -31,6 +31,7 @@ from moec.runtime.capturable import notes as graph_notes
 from moec.runtime.cpp_library import notes as kernel_notes
 from moec.runtime.experts.notes import OneNote, gather_counts
 from moec.runtime.generate import Request, collect_logits, generate
+from moec.runtime.kernels.fp8_notes import notes as fp8_notes
 from moec.runtime.launch.rank import Rank, device_kind
 from moec.runtime.launch.status import Status
 from moec.runtime.routing_record import Recorder as RoutingRecorder
@@ -104,7 +105,8 @@ def prepare(options: Options) -> Job:
         if path is not None:
             check_place(path)
     check_prompts(prompts, options.max_new_tokens, read_limits(artifact))
-    notes = [f"{note}; torch's kernels serve" for note in kernel_notes(artifact.programs, kind)]
+    reasons = [*kernel_notes(artifact.programs, kind), *fp8_notes(artifact.programs)]
+    notes = [f"{note}; torch's kernels serve" for note in reasons]
     notes += graph_notes(artifact.programs, kind)
     for note in notes:
         if os.environ.get("RANK", "0") == "0":

@@ -45,7 +45,9 @@ def explain_plan(document: dict[str, Any]) -> str:
 
 def _head(document: dict[str, Any]) -> Iterator[str]:
     model, params, mesh, cluster = (document[key] for key in ("model", "parameters", "mesh", "cluster"))
-    yield f"plan {document['plan']}: {model['name']} in {document['compute']}, from {document['source']}"
+    dtype = document["expert_dtype"]
+    computed = document["compute"] + (f", experts in {dtype}" if dtype is not None else "")
+    yield f"plan {document['plan']}: {model['name']} in {computed}, from {document['source']}"
     yield (
         f"parameters  {params['total']:,} in total, {params['active']:,} active"
         f" ({params['active_no_input_embed']:,} without the input embedding)"

@@ -48,6 +48,7 @@ def plan_document(
         "trace": trace and trace.to_json(),
         "cache": cache,
         "compute": plan.compute,
+        "expert_dtype": model.expert_dtype,
         "context": plan.context,
         "parameters": asdict(count(model)),
         "mesh": {**asdict(first.mesh), "name": plan.mesh.name, "ranks": first.mesh.world},
