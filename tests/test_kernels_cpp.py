@@ -52,6 +52,8 @@ ROUTES = (
 #: H, C, r: heads, latent, its rotated part.
 LATENTS = ((5, 33, 50), (8, 64, 16))
 HEADS = ((2, 3, 50), (4, 4, 64), (1, 8, 33))
+#: Columns of a query, a key and a value: heads of `HEADS[0]`.
+QKV = (300, 100, 100)
 DTYPES = {torch.float32: Dtype.FP32, torch.bfloat16: Dtype.BF16}
 #: Largest difference, where numbers are about 1.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -60,6 +62,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 
 def _shapes() -> list[object]:
     products = [Product(k, i, True) for k, i, _, _ in EXPERTS] + [Product(i, k) for k, i, _, _ in EXPERTS]
+    products += [Product(33, columns) for columns in (*QKV, sum(QKV))]
     routes = [Route(*route[:4], Score(route[4]), route[5]) for route in ROUTES]
     ropes = [Rope(dim, pairs) for dim in (50, 64) for pairs in Pairs]
     attentions = [*(Attention(*heads) for heads in HEADS), *(LatentAttention(*of) for of in LATENTS)]
@@ -134,6 +137,27 @@ def test_all_rows_to_one_expert(kernels: Callable[[torch.dtype], SimpleNamespace
     for chosen in (0, 5, 7):
         ends = torch.where(torch.arange(8) >= chosen, 64, 0).int()
         close(kernels(dtype).grouped_linear(context(), x, ends, w), x.double() @ w[chosen].double().T, dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("rows", [0, 1, 9, 65])
+def test_parts_of_a_wider_product(
+    kernels: Callable[[torch.dtype], SimpleNamespace], dtype: torch.dtype, rows: int
+) -> None:
+    """They have the bits of products by each part alone, and kernels read them where they lie."""
+    k, ones = kernels(dtype), torch.ones(50, dtype=dtype)
+    x, w = draw(rows, 33, dtype=dtype), (draw(sum(QKV), 33, seed=2) / 33**0.5).to(dtype)
+    merged = k.merged_linear(context(), x, w, sizes=QKV)
+    apart = [k.linear(context(), x, part) for part in torch.split(w, list(QKV))]
+    results = []
+    for parts in (merged, apart):
+        kv = {name: torch.zeros(1, 65, 2, 50, dtype=dtype) for name in ("k", "v")}
+        ctx = context([Piece([1] * rows, 0)], kv=kv)
+        q, key, value = (part.view(rows, part.shape[1] // 50, 50) for part in parts)
+        q, key = (k.rms_norm(ctx, part, ones, eps=1e-6) for part in (q, key))
+        q = k.rope(ctx, q, ctx.positions, theta=1e4, pairs="halves", yarn=None)
+        results.append(k.attention(ctx, q, key, value, scale=0.1))
+    assert all(map(torch.equal, merged, apart)) and torch.equal(*results)
 
 
 @each_dtype

@@ -46,6 +46,14 @@ def test_gate_up_is_its_parts(num_rows: int) -> None:
     torch.testing.assert_close(k.silu_mul(ctx, k.linear(ctx, x, gate), k.linear(ctx, x, up)), fused)
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 6])
+def test_a_merged_linear_is_its_parts(num_rows: int) -> None:
+    ctx, x, parts = context(), torch.randn(num_rows, 20), [torch.randn(size, 20) for size in (12, 4, 5)]
+    merged = k.merged_linear(ctx, x, torch.cat(parts), sizes=(12, 4, 5))
+    for found, part in zip(merged, parts, strict=True):
+        torch.testing.assert_close(found, k.linear(ctx, x, part), rtol=1e-5, atol=1e-5)
+
+
 def test_silu_mul_leaves_its_operands_alone() -> None:
     gate, up = torch.tensor([1.0]), torch.tensor([2.0])
     assert k.silu_mul(context(), gate, up).item() == pytest.approx(1.462117, abs=1e-6)

@@ -31,6 +31,7 @@ from moec.passes.fuse_gate_up import FuseGateUp
 from moec.passes.infer_shapes import InferShapes
 from moec.passes.insert_exchange import InsertExchange
 from moec.passes.join_shared import JoinShared
+from moec.passes.merge_linears import MergeLinears
 from moec.passes.place_experts import PlaceExperts
 from moec.passes.runner import run_passes
 from moec.passes.shard_attention import ShardAttention
@@ -119,6 +120,19 @@ def test_parts_are_cut_before_they_are_joined(mixtral: Path) -> None:
     for rank in range(2):
         want = torch.cat([gate.chunk(2, 1)[rank], up.chunk(2, 1)[rank]], dim=1)
         assert torch.equal(one(sources, param, mesh, rank), want)
+
+
+def test_parts_of_several_sizes_are_cut_before_they_are_joined(mixtral: Path) -> None:
+    sources, mesh = sources_of(mixtral), Mesh(tp=2, etp=2)
+    parts = tuple(f"layers.0.attention.{name}" for name in ("q", "k", "v"))
+    whole = [weights.read_whole(sources, part) for part in parts]
+    sizes, width = tuple(len(part) for part in whole), whole[0].shape[1]
+    assert len(set(sizes)) == 2
+    for dim in (0, 1):
+        param = Param(parts, (sum(sizes), width), "fp32", Layout("attention", (("tp", Shard(dim)),)), sizes=sizes)
+        for rank in range(2):
+            want = torch.cat([part.chunk(2, dim)[rank] for part in whole])
+            assert torch.equal(one(sources, param, mesh, rank), want)
 
 
 @pytest.mark.parametrize("mesh", [None, "tp=2,etp=2", "dp=2,edp=2,ep=1"])
@@ -232,6 +246,7 @@ def test_a_shard_cut_after_its_header_was_read_is_an_error_that_names_it(mixtral
 
 LAYOUT_PASSES = (
     InferShapes(), PlaceExperts(), ShardAttention(), SplitTokens(), ShardExperts(), InsertExchange(), FuseGateUp(),
+    MergeLinears(),
 )  # fmt: skip
 
 
@@ -256,8 +271,11 @@ def test_the_ranks_of_a_compiled_program_hold_the_whole_model(family: str, mesh:
     sources = weights.account(programs, tmp_path)
     ranks = [weights.load_rank(programs, sources, rank) for rank in range(grid.size)]
     for name, param in params.items():
+        sizes = [whole[part].shape[param.dim] for part in param.parts]
         for index, part in enumerate(param.parts):
-            pieces = [rank[name].chunk(len(param.parts), param.dim)[index] for rank in ranks]
+            shares = [rank[name].shape[param.dim] for rank in ranks]
+            cuts = [[size * share // sum(sizes) for size in sizes] for share in shares]
+            pieces = [torch.split(rank[name], cut, param.dim)[index] for rank, cut in zip(ranks, cuts, strict=True)]
             held = torch.zeros(whole[part].shape, dtype=torch.bool)
             for rank, piece in enumerate(pieces):
                 where = _place(held.shape, param, grid, programs[0].placements, rank)
