@@ -66,7 +66,7 @@ def pipeline(kernels: str = "torch", stage: int = 0) -> tuple[Pass, ...]:
         SplitTokens(),
         ShardExperts(),  # needs the experts view that split-tokens moved the tokens to
         ChooseExchange(),  # asks insert-exchange for each
-        PlanOverlap(),  # asks the ones below for each number of chunks
+        PlanOverlap(),  # asks the four below for each number of chunks
         ChunkTokens(),  # while a layer's experts are one operation
         InsertExchange(),
         FuseGateUp(),  # after the exchange, which makes the experts' own products
