@@ -171,6 +171,27 @@ def test_what_is_wrong_is_named_with_its_file(fault: Callable[[Tensors], None], 
     assert all(word in str(caught.value) for word in (*words, "model.safetensors"))
 
 
+def test_every_tensor_is_accounted_for(whole: Case, tmp_path: Path) -> None:
+    """Scales without their weights are not enough; layers behind the last, of multi-token prediction, are left out."""
+    programs = compile_checkpoint(whole.fp8, tmp_path, None).programs
+    tensors, config = load_file(whole.fp8 / "model.safetensors"), json.loads((whole.fp8 / "config.json").read_text())
+    extra = {
+        name.replace("layers.1.", "layers.4."): tensor.clone() for name, tensor in tensors.items() if EXPERT in name
+    }
+    write(tmp_path / "more", {**tensors, **extra}, config | {"num_nextn_predict_layers": 1})
+    assert len(extra) == 2
+    weights.account(programs, tmp_path / "more")
+    write(tmp_path / "less", {name: tensor for name, tensor in tensors.items() if name != EXPERT}, config)
+    with pytest.raises(MoecError, match=r"nothing fills 1 parameter: `layers\.1\.experts\.up\[3\]`$"):
+        weights.account(programs, tmp_path / "less")
+
+
+def write(folder: Path, tensors: Tensors, config: dict[str, object]) -> None:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def test_stacked_experts_are_read_too(whole: Case, tmp_path: Path) -> None:
     """One tensor of all experts, gate's rows before up's: each with blocks of its own where they end with one."""
     stacked = tmp_path / "stacked"

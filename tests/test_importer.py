@@ -131,9 +131,10 @@ def test_weights_that_do_not_fit_are_refused_at_import(tmp_path: Path) -> None:
 def test_fp8_is_what_the_config_says_of_all_linear_weights(tmp_path: Path) -> None:
     """A list of what is not converted changes nothing: each tensor's dtype says that. Another format is refused."""
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    assert model_of("deepseek_v3").expert_dtype is None
-    for more in ({}, {"modules_to_not_convert": ["lm_head"]}):
-        assert model_of("deepseek_v3", quantization_config=fp8 | more).expert_dtype == "fp8"
+    for family in ("deepseek_v3", "qwen3_moe"):
+        assert model_of(family).expert_dtype is None
+        for more in ({}, {"modules_to_not_convert": ["lm_head"]}):
+            assert model_of(family, quantization_config=fp8 | more).expert_dtype == "fp8"
     for other in ({"weight_block_size": [64, 64]}, {"activation_scheme": "static"}, {"quant_method": "awq"}):
         assert "`quantization_config`" in refusal("deepseek_v3", quantization_config=fp8 | other)
 

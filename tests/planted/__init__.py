@@ -5,7 +5,7 @@ as far as the rules go, so that none is caught for a stale type alone. `UNSEEN`:
 evaluator gives other numbers for each, and parity with the checkpoint's own implementation holds them.
 """
 
-from tests.planted import cache, parameters, routing, structure, sums
+from tests.planted import cache, parameters, routing, scales, structure, sums
 from tests.planted.tools import BASES, MISTAKES, UNSEEN, Mistake, layer, ops, tidy
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "ops",
     "parameters",
     "routing",
+    "scales",
     "structure",
     "sums",
     "tidy",

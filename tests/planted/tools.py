@@ -33,6 +33,7 @@ BASES: dict[str, dict[str, Any]] = {
     "copies": {"ffns": [Swiglu(4, SPAN)], "attention": gqa(4, 2), "tp": 4, "edp": 4},
     "local": {"ffns": [SPARSE], "dp": 2, "edp": 2},
     "pair": {"ffns": [moe(2, 4, top=1)], "exchange": "gather", "dp": 2, "ep": 2},
+    "fp8": {"ffns": [moe(8, 6)], "dp": 4, "edp": 2, "ep": 2, "expert_dtype": "fp8"},
     "cached": {"ffns": [WIDE, WIDE], "dp": 2, "tp": 2, "ep": 2, "etp": 2, "cache": few(1, "next_router")},
 }
 
