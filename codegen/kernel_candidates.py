@@ -14,7 +14,7 @@ from moec.codegen.devices import device_for
 from moec.codegen.grouped_gemm import GroupedGemm, Weights
 from moec.codegen.renderer import Comment
 from moec.codegen.targets import Target, find_target
-from moec.codegen.tiles import Tile, product_side
+from moec.codegen.tiles import COPIED_BYTES, Tile, product_side
 
 #: Rows of a wide tile.
 WIDE_ROWS = 128
@@ -72,6 +72,8 @@ def _shaped(wanted: GroupedGemm, shape: _Shape, target: Target) -> Iterator[Grou
         return
     if wanted.tiles[0].k != k and wanted.depth % k and not wanted.depth % wanted.tiles[0].k:
         return  # a depth of whole steps stays one
+    if wanted.depth * wanted.dtype.num_bytes % COPIED_BYTES and k > wanted.tiles[0].k:
+        return  # what comes element by element stays in the shallowest steps
     tiles = tuple(Tile(m, n, k, is_swapped, shape.stages) for m, is_swapped in rows)
     values = replace(wanted, tiles=tiles, warps=shape.warps, fallback=Comment(""))
     if (needed := values.shared_bytes(target)) <= target.shared_limit:

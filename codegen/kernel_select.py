@@ -24,7 +24,7 @@ from moec.codegen.targets import find_target
 from moec.codegen.tiles import Form
 from moec.diagnostics import MoecError, fail
 
-#: Candidates that are compiled at most: each costs seconds, and the first is nearly always the one.
+#: Candidates that are compiled at most once one of them is fit: each costs seconds, and the first is nearly always it.
 MOST_COMPILED = 3
 #: A candidate must promise this much less than the best to be worth compiling.
 WORTH = 0.03
@@ -51,14 +51,14 @@ class Choice:
 def select(candidates: Sequence[GroupedGemm], rows: Rows, tokens: int, device: Device, build: Build) -> Choice:
     """The cheapest of `candidates` (the wanted one first) for `rows` [M] of `tokens` tokens.
 
-    Where all that were compiled spill, the one that spills least is taken, and its `fallback` says so. Raises E0533
-    where none compiles at all.
+    Where all of them spill, the one that spills least is taken, and its `fallback` says so. Raises E0533 where none
+    compiles at all.
     """
     best: Choice | None = None
     unfit: list[tuple[int, Choice, str]] = []
     tried, refused = 0, None
     for values in sorted(candidates, key=lambda values: least_us(values, rows, tokens, device)):  # stable
-        if tried == MOST_COMPILED and (best or unfit):
+        if tried >= MOST_COMPILED and best:
             break
         if best and least_us(values, rows, tokens, device) > best.cost.predicted_us * (1 - WORTH):
             break

@@ -17,6 +17,9 @@ from moec.diagnostics import fail
 
 #: Triton's smallest side of a matrix product.
 MIN_SIDE = 16
+#: Fewest bytes that `cp.async` copies. Lines that do not begin at multiples of them come element by element, through
+#: registers, of which a deeper step than the shallowest takes too many.
+COPIED_BYTES = 4
 #: Rows an expert is expected to have, up to which the tiles are those of decode and those of short prompts; and above.
 FEW_ROWS, SOME_ROWS, MANY_ROWS = 8, 96, 128
 
@@ -113,6 +116,8 @@ def default_blocking(
     k = min(tiles[0].k, product_side(depth))
     if form is Form.TMA:
         k = descriptor_depth(depth, dtype, tiles[0].k)
+    elif depth * dtype.num_bytes % COPIED_BYTES:
+        k = MIN_SIDE
     n = min(tiles[0].n, product_side(width))
     if is_accumulated and form is Form.POINTER:  # adding takes an address for each result: n columns of them spill
         n = max(MIN_SIDE, n // 2)

@@ -193,3 +193,12 @@ def test_addresses_pass_2_to_the_31(variant: str, target: str) -> None:
         if wide in source:
             narrowed = compile_grouped_gemm(values, source.replace(wide, narrow))
             assert narrow_addresses(narrowed.ir, values), wide
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("variant", "rows_per_expert"), [("gathered", SHORT), ("down", PREFILL)])
+def test_lines_at_odd_places_come_in_shallow_steps(variant: str, rows_per_expert: int, target: str) -> None:
+    """1025 numbers of two bytes begin at no multiple of four: no copy past registers takes them, and none may spill."""
+    values = kernel(variant, 1025, 48, 8, Dtype.FP16, target, rows_per_expert, 2)
+    assert {tile.k for tile in values.tiles} == {16} and values.form is Form.POINTER
+    assert compiled(values)[1].spills == 0

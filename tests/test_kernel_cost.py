@@ -173,15 +173,15 @@ def narrow(values: GroupedGemm) -> GroupedGemm:
 class Compiler:
     """Gives what it is told to, and remembers what it was asked for."""
 
-    def __init__(self, **spills: int) -> None:
-        self.spills, self.asked = spills, list[GroupedGemm]()
+    def __init__(self, slots: int = WIDE.slots, **spills: int) -> None:
+        self.slots, self.spills, self.asked = slots, spills, list[GroupedGemm]()
 
     def __call__(self, values: GroupedGemm) -> Compiled:
         self.asked.append(values)
         n = values.tiles[0].n
         if (spills := self.spills.get(f"n{n}", 0)) < 0:
             raise fail("E0524", f"{n} does not compile")
-        return kernel(WIDE, *TAILS, spills=spills)
+        return kernel(replace(WIDE, slots=self.slots), *TAILS, spills=spills)
 
 
 def choose(compiler: Compiler, *candidates: GroupedGemm, tokens: int = 4096):  # type: ignore[no-untyped-def]
@@ -196,11 +196,20 @@ def test_what_cannot_win_is_never_compiled() -> None:
     assert (choice.values, choice.candidates, choice.compiled) == (gemm(), 2, 1)
 
 
+WIDTHS = (16, 32, 64, 128, 256)
+BY_WIDTH = [replace(gemm(), tiles=tuple(replace(t, n=n) for t in TILES)) for n in WIDTHS]
+
+
 def test_few_are_compiled_though_many_promise_more() -> None:
-    compiler = Compiler(**{f"n{n}": 1 for n in (16, 32, 64, 128, 256)})
-    tiles = [replace(gemm(), tiles=tuple(replace(t, n=n) for t in TILES)) for n in (16, 32, 64, 128, 256)]
-    choose(compiler, *tiles)
-    assert len(compiler.asked) == MOST_COMPILED
+    compiler = Compiler(slots=5000)
+    assert choose(compiler, *BY_WIDTH).compiled == len(compiler.asked) == MOST_COMPILED
+
+
+@pytest.mark.parametrize("fit", WIDTHS)
+def test_all_are_compiled_before_one_that_spills_is_taken(fit: int) -> None:
+    """However many that promise more are not fit."""
+    choice = choose(Compiler(**{f"n{n}": 1 for n in WIDTHS if n != fit}), *BY_WIDTH)
+    assert choice.values.tiles[0].n == fit and choice.kernel.code.spills == 0
 
 
 def test_a_kernel_that_spills_is_left_and_that_is_said() -> None:
