@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,3 +102,22 @@ def test_the_run_time_launches_what_was_chosen(monkeypatch: pytest.MonkeyPatch) 
     )
     assert launched == [kernel(), wanted]
     assert torch.allclose(default, tuned, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("version", "name", "near"),
+    [((8, 0), "cuda:80", "cuda:80"), ((8, 9), "cuda:89", "cuda:80"), ((10, 3), "cuda:103", "cuda:100")],
+)
+def test_a_device_that_is_no_target_has_the_tiles_of_the_nearest_and_that_is_said(
+    version: tuple[int, int], name: str, near: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tiles that were chosen for an A100 may ask for more shared memory than its smaller kin have."""
+    properties = SimpleNamespace(major=version[0], minor=version[1], shared_memory_per_block_optin=101_376)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "hip", None)
+    kernels_triton._tell_apart.cache_clear()
+    device = torch.device("cuda")
+    for _ in range(2):
+        assert kernels_triton.target_of(device) == replace(TARGETS[near], shared_limit=101_376)
+    assert kernels_triton.architecture_of(device) == name
+    assert [name in record.getMessage() for record in caplog.records] == [True] * (name != near)

@@ -121,11 +121,15 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_on_a_gpu_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("moec.runtime.tune.target_of", lambda device: TARGETS["cuda:80"])
+    monkeypatch.setattr("moec.runtime.tune.architecture_of", lambda device: "cuda:80")
     with pytest.raises(MoecError) as caught:
         measurer("cuda:90")
     assert (caught.value.exit_code, caught.value.render() in (PAGES / "E0536.md").read_text()) == (4, True)
     assert measurer("cuda:80") is not None
+    monkeypatch.setattr("moec.runtime.tune.architecture_of", lambda device: "cuda:89")
+    with pytest.raises(MoecError, match="the GPU here is cuda:89") as caught:
+        measurer("cuda:80")
+    assert "--target" not in caught.value.render()
 
 
 def test_for_the_cpu_there_is_nothing_to_tune() -> None:

@@ -21,7 +21,7 @@ from moec.runtime.experts.session import open_cache
 from moec.runtime.generate import Place
 from moec.runtime.groups import make_groups
 from moec.runtime.host_memory import keep_freed
-from moec.runtime.kernels.triton_products import target_of
+from moec.runtime.kernels.triton_products import architecture_of
 from moec.runtime.kv import allocate_kv
 from moec.runtime.launch.rank import Rank
 from moec.runtime.schedule import Limits
@@ -103,7 +103,7 @@ def open_session(
 def _read_choices(artifact: Artifact, rank: Rank) -> dict[Product, Chosen]:
     """Tiles that were chosen at compile time for this device. Raises E0771 for some that cannot be read."""
     try:
-        return read_choices(artifact.document["kernels"], target_of(rank.device).name)
+        return read_choices(artifact.document["kernels"], architecture_of(rank.device))
     except ValueError as error:
         raise fail("E0771", f"plan.json cannot be used: {error}", "compile the `.moe` file again") from None
 

@@ -10,9 +10,9 @@ import torch
 from moec.codegen.expected_rows import Rows
 from moec.codegen.grouped_gemm import GroupedGemm, RowSource, Store
 from moec.codegen.kernel_tune import Measure as Measure
-from moec.codegen.targets import find_target
+from moec.codegen.targets import TARGETS, find_target
 from moec.diagnostics import fail
-from moec.runtime.kernels.triton_products import DTYPES, launch_grouped_gemm, target_of
+from moec.runtime.kernels.triton_products import DTYPES, architecture_of, launch_grouped_gemm
 
 #: Milliseconds that a candidate runs before it is timed, and while it is.
 WARM_MS, TIMED_MS = 20, 80
@@ -24,8 +24,9 @@ def measurer(target: str) -> Measure:
     if not torch.cuda.is_available():
         without = "without `--tune` the cost model chooses, which needs no GPU"
         raise fail("E0535", "`--tune` times kernels, and there is no GPU here", without)
-    if (found := target_of(torch.device("cuda")).name) != target:
-        raise fail("E0536", f"`--tune` times kernels for {target}, but the GPU here is {found}", f"--target {found}")
+    if (found := architecture_of(torch.device("cuda"))) != target:
+        instead = f"--target {found}" if found in TARGETS else "without `--tune` the cost model chooses"
+        raise fail("E0536", f"`--tune` times kernels for {target}, but the GPU here is {found}", instead)
     return _measure
 
 

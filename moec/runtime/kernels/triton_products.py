@@ -161,16 +161,38 @@ def _specialise(
     return values
 
 
+def architecture_of(device: torch.device) -> str:
+    """What a device is: the name of its target, or `cuda:86` and the like, which kernels are not compiled for."""
+    if device.type != "cuda":
+        return INTERPRETED_TARGET.name
+    properties: Any = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return f"hip:{properties.gcnArchName.partition(':')[0]}"
+    return f"cuda:{properties.major}{properties.minor}"
+
+
 def target_of(device: torch.device) -> Target:
-    """The target to specialise for: the nearest known architecture, with the shared memory this device has."""
+    """The target to specialise for: the nearest known architecture, with the shared memory this device has.
+
+    Triton compiles for the device itself; the target decides on tiles and loads. That it is another one is told once.
+    """
     if device.type != "cuda":
         return INTERPRETED_TARGET
     properties: Any = torch.cuda.get_device_properties(device)
+    name = architecture_of(device)
     if torch.version.hip:
-        return replace(TARGETS["hip:gfx942"], shared_limit=properties.shared_memory_per_block)
-    major = properties.major
-    near = {9: "cuda:90", 10: "cuda:100"}.get(major, "cuda:80")
-    return replace(TARGETS[near], shared_limit=properties.shared_memory_per_block_optin)
+        near, shared = "hip:gfx942", properties.shared_memory_per_block
+    else:
+        near = {9: "cuda:90", 10: "cuda:100"}.get(properties.major, "cuda:80")
+        shared = properties.shared_memory_per_block_optin
+    if name != near:
+        _tell_apart(name, near)
+    return replace(TARGETS[near], shared_limit=shared)
+
+
+@functools.cache
+def _tell_apart(name: str, near: str) -> None:
+    LOG.warning("kernels for %s have the tiles of %s, as far as its shared memory goes", name, near)
 
 
 def check_fit(op: Projection, rows_RK: Tensor, offsets_M: Tensor, w_MLK: Tensor, pairs_X: Tensor | None = None) -> None:
