@@ -205,7 +205,8 @@ def test_every_kernel_of_every_model_compiles_for_every_target(
 ) -> None:
     """Of both phases, as they are without a search; those of a kind that another phase has too are compiled once."""
     found = [use for program in programs[name] for use in uses(program)]
-    assert {use.op for use in found} >= {"route", "grouped_linear", "reduce_rows", *PAIRED}
+    paired = () if name == "deepseek_v3" else PAIRED  # experts in fp8 are not multiplied pair by pair
+    assert {use.op for use in found} >= {"route", "grouped_linear", "reduce_rows", *paired}
     kernels = [kernel for use in found for kernel in compiled_for(use, TARGETS[target])]
     for kernel in kernels:
         assert kernel.report.binary.startswith(b"\x7fELF") and kernel.report.spills == 0
