@@ -18,11 +18,11 @@ from torch import Tensor
 from moec.artifact import Artifact
 from moec.artifact import load as load_artifact
 from moec.cache_files import CacheSettings, find_cache
+from moec.ir.fp8_notes import notes as fp8_notes
 from moec.runtime.capturable import notes as graph_notes
 from moec.runtime.cpp_library import notes
 from moec.runtime.experts.notes import OneNote
 from moec.runtime.generate import Request, collect_logits, generate
-from moec.runtime.kernels.fp8_notes import notes as fp8_notes
 from moec.runtime.launch.job import run_ranks
 from moec.runtime.launch.rank import Rank, device_kind
 from moec.runtime.run_counts import gather_dropped, may_drop, tell_dropped

@@ -14,6 +14,7 @@ import torch
 
 from moec.artifact import Artifact
 from moec.compiler import compile
+from moec.explain.page import explain_plan
 from moec.ir.program import op_of
 from moec.runtime import quantise
 from moec.runtime.kernels import torch_moe, triton_fp8
@@ -95,7 +96,9 @@ def test_what_no_kernel_takes_is_left_to_torch(dims: dict[str, str], fp8: Path, 
     if not dims:
         folder, _ = fp8_checkpoints.write(tmp_path / "ragged", **fp8_checkpoints.RAGGED)
     settings = [*SMALL, *(f"{key}={value}" for key, value in dims.items())]
-    found = served(compile_checkpoint(folder, tmp_path, None, "flat", "triton", *settings))
+    artifact = compile_checkpoint(folder, tmp_path, None, "flat", "triton", *settings)
+    found = served(artifact)
+    assert "fallback    Triton's kernels multiply experts in fp8 with rows in" in explain_plan(dict(artifact.document))
     assert "route" in found and not found & {"gathered_gate_up", "grouped_gate_up", "grouped_linear"}
 
 

@@ -75,6 +75,8 @@ def _summarise(folder: Path, document: Mapping[str, Any]) -> None:
     """What was made, on standard error; for GPU kernels the registers and spills that compiling them offline gave."""
     ranks = document["mesh"]["ranks"]
     typer.echo(f"{folder}: plan {document['plan']} for {ranks} rank{'s' * (ranks != 1)}", err=True)
+    for why in document["left_to_torch"]:
+        typer.echo(f"  fallback: {why}; torch's kernels serve", err=True)
     for kernel in document["kernels"]:
         usage = (
             f"{kernel['registers']} registers, {kernel['spills']} spilled, {kernel['us']['predicted']:.1f} us predicted"

@@ -27,11 +27,11 @@ from moec.cli.timeline import write_timeline
 from moec.compiler import compile
 from moec.diagnostics import MoecError, fail
 from moec.files import cache_folder, check_place, write_whole
+from moec.ir.fp8_notes import notes as fp8_notes
 from moec.runtime.capturable import notes as graph_notes
 from moec.runtime.cpp_library import notes as kernel_notes
 from moec.runtime.experts.notes import OneNote, gather_counts
 from moec.runtime.generate import Request, collect_logits, generate
-from moec.runtime.kernels.fp8_notes import notes as fp8_notes
 from moec.runtime.launch.rank import Rank, device_kind
 from moec.runtime.launch.status import Status
 from moec.runtime.routing_record import Recorder as RoutingRecorder

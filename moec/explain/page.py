@@ -63,6 +63,8 @@ def _head(document: dict[str, Any]) -> Iterator[str]:
     if (trace := document["trace"]) is not None:
         counted = _traced(trace["tokens"])
         yield f"routing     as traced in {trace['file']} (sha256 {trace['sha256'][:16]}): {counted}"
+    for why in document["left_to_torch"]:
+        yield f"fallback    {why}; torch's kernels serve"
     weights = document["weights"]["path"]
     yield f"weights     {weights or 'none: the plan compiles, it cannot run'}"
 

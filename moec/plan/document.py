@@ -11,6 +11,7 @@ from moec.checkpoint.folder import Fingerprint
 from moec.cost.flow import CLASSES
 from moec.cost.operations import NodeCost, node_costs
 from moec.declared import declared
+from moec.ir.fp8_notes import notes as fp8_notes
 from moec.ir.program import Body, Program, op_of
 from moec.parameters import count
 from moec.plan.cache import phase_name
@@ -49,6 +50,7 @@ def plan_document(
         "cache": cache,
         "compute": plan.compute,
         "expert_dtype": model.expert_dtype,
+        "left_to_torch": fp8_notes(programs),
         "context": plan.context,
         "parameters": asdict(count(model)),
         "mesh": {**asdict(first.mesh), "name": plan.mesh.name, "ranks": first.mesh.world},
