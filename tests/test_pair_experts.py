@@ -9,6 +9,7 @@ import torch
 
 from moec.checked import Plan
 from moec.compiler import pipeline
+from moec.compiler_uses import uses
 from moec.cost.operations import node_cost
 from moec.cost.sizes import sizes_of
 from moec.diagnostics import CompileError
@@ -93,6 +94,41 @@ def test_a_step_may_be_captured_where_triton_serves_it() -> None:
         if op_of(node).name == "paired_experts":
             node.meta["kernel"] = "torch"
     assert capturable.obstacle(program).startswith("`paired_experts` by torch waits for the device")
+
+
+@pytest.mark.parametrize(
+    ("batch", "sums", "wanted"),
+    [
+        (2, "fixed", {"decode": ["route", "pair_gate_up", "pair_down"]}),
+        (
+            64,
+            "fixed",
+            {
+                "decode": ["route", "group_pairs", "gathered_gate_up", "grouped_linear", "reduce_rows"],
+                "decode_few": ["route", "pair_gate_up", "pair_down"],
+            },
+        ),
+        (
+            64,
+            "any",
+            {
+                "decode": ["route", "group_pairs", "gathered_gate_up", "reduced_linear"],
+                "decode_few": ["route", "pair_gate_up", "pair_down"],
+            },
+        ),
+    ],
+)
+def test_kernels_are_listed_of_full_steps_and_of_small_ones(
+    batch: int, sums: str, wanted: dict[str, list[str]]
+) -> None:
+    """2 choices among 8 experts: up to 2 rows are few. Each is costed with the rows of its own step."""
+    made = plan([moe()])
+    program = program_of(replace(made, decode=replace(made.decode, tokens=batch, sums=sums)), "decode")
+    run_passes(program, pipeline("triton"))
+    found = list(uses(program))
+    assert {phase: [use.op for use in found if use.phase == phase] for phase in wanted} == wanted
+    assert {use.load.tokens for use in found if use.phase == "decode"} == {batch}
+    assert {use.load.tokens for use in found if use.is_few} <= {2}
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------
