@@ -79,4 +79,4 @@ def test_a_cluster_without_rates_gets_the_usual_device(tmp_path: Path, target: s
 
 def test_every_operation_that_triton_serves_can_be_compiled() -> None:
     served = {name for name, op in OPS.items() if "triton" in op.kernels}
-    assert served == {*GEMMS, *MOVING}
+    assert served == {*GEMMS, *MOVING, "paired_experts"}  # whose two kernels are named by part

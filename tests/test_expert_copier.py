@@ -346,7 +346,7 @@ def test_a_slot_must_fit_and_be_free(gated: Gated) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_no_slot_ever_holds_wrong_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Slots are filled, given up and filled anew in an order drawn by lot, from two tiers, of which one is damaged."""
-    for module in ("expert_file", "expert_tiers"):
+    for module in ("experts.file", "experts.tiers"):
         monkeypatch.setattr(f"moec.runtime.{module}.PIECE_BYTES", 1024)
     drawn, checkpoint = random.Random(seed), Checkpoint()
     host, nvme = HostTier(CONTENTS, [(1, 1)], checkpoint), open_nvme(tmp_path, CONTENTS, checkpoint, warn=Notes())
