@@ -15,10 +15,10 @@ from moec.ir.evaluator.program import Reference, Sequence
 from moec.ir.params import full_name
 from moec.ir.program import Program, op_of
 from moec.passes.plan_overlap import PlanOverlap
-from moec.runtime.context import DTYPES
 from moec.runtime.executor import Executor, local_shape
 from moec.runtime.kv import allocate_kv
 from moec.runtime.step import Piece, Step, make_step
+from moec.runtime.weights_reader import TORCH_DTYPES
 from tests.cached import cache_over
 from tests.contexts import poisoned_memory
 from tests.programs import (
@@ -45,7 +45,9 @@ def tensors_of(program: Program, weights: Weights) -> dict[str, Tensor]:
             prefix = "" if layer is None else f"layers.{layer}."
             for name, param in program.bodies[run.body].params.items():
                 parts = [part if layer is None else full_name(part, layer) for part in param.parts]
-                found[prefix + name] = torch.cat([weights[part] for part in parts], param.dim).to(DTYPES[param.dtype])
+                found[prefix + name] = torch.cat([weights[part] for part in parts], param.dim).to(
+                    TORCH_DTYPES[param.dtype]
+                )
     return found
 
 

@@ -70,7 +70,7 @@ ALLOWED: dict[str, set[str]] = {
         "ir", "weights", "mesh", "calibrate", "files", "parameters", "placement", "plan.timeline", "plan.trace",
         "topology", "diagnostics",
     },
-    "api": {"artifact", "cache", "runtime", "weights", "diagnostics"},
+    "api": {"artifact", "cache", "ir", "runtime", "weights", "diagnostics"},
     "package": {"api", "compiler"},
     "main": {"cli"},
 }  # fmt: skip

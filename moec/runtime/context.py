@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from moec.codegen.kernel_choice import Chosen, Product
     from moec.runtime.experts.cache import ExpertCache
 
-#: The torch dtype of each dtype of a Program.
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
+#: The torch dtype of each dtype that a Program computes in. Of parameters: `weights_reader.TORCH_DTYPES`.
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 #: Where `Context.memo` counts rows left out of padded exchanges, by layer.
 DROPPED = "dropped"

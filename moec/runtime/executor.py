@@ -18,13 +18,14 @@ from moec.diagnostics import fail
 from moec.ir.params import Param
 from moec.ir.program import Program
 from moec.layout import Placed
-from moec.runtime.context import DROPPED, DTYPES, Context
+from moec.runtime.context import DROPPED, Context
 from moec.runtime.cuda_graphs import Capture, Graphs
 from moec.runtime.device_flags import raise_faults
 from moec.runtime.groups import Group
 from moec.runtime.kernels.table import kernels_for
 from moec.runtime.launch.status import Status
 from moec.runtime.step import Step
+from moec.runtime.weights_reader import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from moec.codegen.kernel_choice import Chosen, Product
@@ -188,7 +189,7 @@ def _check_fit(name: str, tensors: Mapping[str, Tensor], shape: tuple[int, ...],
     if name not in tensors:
         raise _misfit(f"`{name}` was not loaded on rank {rank}")
     found = tensors[name]
-    if tuple(found.shape) != shape or found.dtype != DTYPES[dtype]:
+    if tuple(found.shape) != shape or found.dtype != TORCH_DTYPES[dtype]:
         given = f"{list(found.shape)} {str(found.dtype).removeprefix('torch.')}"
         raise _misfit(f"`{name}` on rank {rank} is {given}, the program declares {list(shape)} {dtype}")
 

@@ -15,10 +15,9 @@ from moec.checkpoint.map import Sources
 from moec.ir.params import Param
 from moec.ir.program import Program
 from moec.mesh import Mesh
-from moec.runtime.context import DTYPES
 from moec.runtime.experts.file import Contents, Key, LayerBlobs
 from moec.runtime.weights import cut, pieces, wanted
-from moec.runtime.weights_reader import ShardReader
+from moec.runtime.weights_reader import TORCH_DTYPES, ShardReader
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class ExpertReader:
         index, expert = key
         start = 0
         for mine in self._layers[index].params:
-            dtype = DTYPES[mine.param.dtype]
+            dtype = TORCH_DTYPES[mine.param.dtype]
             stop = start + math.prod(mine.shape) * dtype.itemsize
             whole = into[start:stop].view(dtype).view(1, *mine.shape)
             for block, rows, columns, target in pieces(self._sources, mine.param, whole, mine.ranges, [expert]):

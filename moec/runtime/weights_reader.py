@@ -20,6 +20,7 @@ MIN_STRIDED_BYTES = 4096
 #: Shards held open at once.
 MAX_OPEN = 64
 FP8 = torch.float8_e4m3fn
+#: The torch dtype of each dtype that a parameter may have.
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": FP8}
 _FILE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": FP8}
 

@@ -21,12 +21,12 @@ from torch import Tensor
 from moec.cache.predictors import History, most_rows_first
 from moec.cache.residency import Load, Residency, Use
 from moec.cache_sizes import SLOT_ALIGNMENT
-from moec.runtime.context import DTYPES
 from moec.runtime.experts.copier import Copier
 from moec.runtime.experts.file import Contents, Key
 from moec.runtime.experts.lane import Transfer
 from moec.runtime.experts.tiers import NvmeTier
 from moec.runtime.launch.status import Status
+from moec.runtime.weights_reader import TORCH_DTYPES
 
 
 @dataclass
@@ -81,8 +81,8 @@ class ExpertCache:
         """The parameters of a layer's experts, [slots, ...]: row s is the expert in slot s."""
         found, start = {}, 0
         for name, dtype, shape in self.contents.layers[self._index[layer]].parameters:
-            size = torch.Size(shape).numel() * DTYPES[dtype].itemsize
-            found[name] = self.arena[:, start : start + size].view(DTYPES[dtype]).view(-1, *shape)
+            size = torch.Size(shape).numel() * TORCH_DTYPES[dtype].itemsize
+            found[name] = self.arena[:, start : start + size].view(TORCH_DTYPES[dtype]).view(-1, *shape)
             start += size
         return found
 
