@@ -150,8 +150,10 @@ def _shapes_of(node: fx.Node) -> tuple[Shape, ...]:
     attrs: dict[str, Any] = dict(node.kwargs)
     dims = [tuple(int(d) if isinstance(d, int) else 0 for d in type_of(a).shape) for a in node.all_input_nodes]
     match op_of(node).name:
-        case "linear" | "merged_linear" | "grouped_linear":
+        case "linear" | "grouped_linear":
             return (Product(dims[-1][-1], dims[-1][-2]),)
+        case "merged_linear":  # whole for few rows, part by part for many
+            return tuple(Product(dims[-1][-1], outer) for outer in (dims[-1][-2], *attrs["sizes"]))
         case "gate_up" | "grouped_gate_up":
             return (Product(dims[-1][-1], dims[-1][-2] // 2, is_gated=True),)
         case "cached_experts":

@@ -35,6 +35,10 @@ def bind(library: Library) -> dict[str, Callable[..., Any]]:
     return {name: functools.partial(kernel, library) for name, kernel in KERNELS.items()}
 
 
+#: Up to so many rows parts of a product are cut out of it. Copies of more would wake PyTorch's threads (`cpp_rows`).
+FEW_ROWS = 8
+
+
 @functools.cache
 def _one_end(rows: int) -> ctypes.Array[ctypes.c_int32]:
     """Where the rows of the only expert end."""
@@ -58,7 +62,10 @@ def linear(library: Library, ctx: Context, x: Tensor, w_NK: Tensor) -> Tensor:
 def merged_linear(
     library: Library, ctx: Context, x: Tensor, w_NK: Tensor, *, sizes: tuple[int, ...]
 ) -> tuple[Tensor, ...]:
-    return torch.split(linear(library, ctx, x, w_NK), list(sizes), dim=-1)
+    """One product for few rows, views of which are next to nothing to copy where a kernel needs them whole."""
+    if x.numel() <= FEW_ROWS * w_NK.shape[1]:
+        return torch.split(linear(library, ctx, x, w_NK), list(sizes), dim=-1)
+    return tuple(linear(library, ctx, x, part_NK) for part_NK in torch.split(w_NK, list(sizes)))
 
 
 def gate_up(library: Library, ctx: Context, x_TD: Tensor, w_GD: Tensor) -> Tensor:
