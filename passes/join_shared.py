@@ -54,7 +54,7 @@ class JoinShared(Pass):
 
     before: %1, %2 = route(%0, top=8, table=routed); ...; %7 = reduce_rows(%6, %5, %2, table=routed)
             %8 = gate_up(%x, @shared.gate_up); %9 = linear(%8, @shared.down); %10 = add(%7, %9)
-    after:  %1, %2 = route(%0, top=8, shared=1, table=routed.shared); ...; %7 = reduce_rows(%6, %5, %2, ...)
+    after:  %1, %2 = route(%0, top=8, shared=1, table=routed.shared1); ...; %7 = reduce_rows(%6, %5, %2, ...)
             param experts.down = experts.down dim=0 with 1 of shared.down dim=1
     """
 
@@ -164,7 +164,7 @@ def _reduced(program: Program, nodes: tuple[fx.Node, ...]) -> list[tuple[tuple[i
 
 
 def _join(program: Program, body: Body, found: Sparse) -> None:
-    table = f"{found.route.kwargs['table']}.shared"
+    table = f"{found.route.kwargs['table']}.shared{found.count}"  # layers may differ in how many they have
     num_experts = program.experts[str(found.route.kwargs["table"])] + found.count
     program.experts[table], program.placements[table] = num_experts, linear(num_experts, 1)
     for node in (found.route, found.group, found.reduce):

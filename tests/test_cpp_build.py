@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from functools import cache
 from pathlib import Path
@@ -91,6 +92,19 @@ def test_where_nothing_can_be_kept_a_library_is_built_for_the_process(home: Path
     home.parent.parent.mkdir()
     home.parent.write_text("a file where the folder should be")
     assert norm(TEXT) == [1.0] * 3
+
+
+def test_a_build_that_takes_too_long_is_ended_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child tells that it runs, and holds the lock that this test then gets: it must be gone."""
+    lock = tmp_path / "lock"
+    lock.touch()
+    monkeypatch.setattr(cpp_build, "PATIENCE_SECONDS", 1)
+    said = cpp_build._run(["sh", "-c", f"flock {lock} sleep 3600 & wait"])
+    assert said == "error: it took longer than 1 s"
+    with lock.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
 
 
 def test_another_text_is_another_library() -> None:

@@ -126,7 +126,7 @@ def _cut_scales(tensors: Tensors) -> None:
 
 
 def _round_scales(tensors: Tensors) -> None:
-    tensors[EXPERT + "_scale_inv"] = tensors[EXPERT + "_scale_inv"].bfloat16()
+    tensors[EXPERT + "_scale_inv"] = tensors[EXPERT + "_scale_inv"].half()
 
 
 def _widen(tensors: Tensors) -> None:
@@ -148,7 +148,7 @@ def _damage_scales(tensors: Tensors) -> None:
 FAULTS: dict[Callable[[Tensors], None], tuple[str, tuple[str, ...]]] = {
     _lose_scales: ("E0748", (EXPERT, f"has no `{EXPERT}_scale_inv`")),
     _cut_scales: ("E0748", (OUTPUT, "has scales [1, 0] in F32", "[1, 1]")),
-    _round_scales: ("E0748", (EXPERT, "in BF16")),
+    _round_scales: ("E0748", (EXPERT, "in F16", "in F32 or BF16")),
     _widen: ("E0749", (EXPERT, "in BF16")),
     _damage: ("E0746", (f"`{EXPERT}`", "as fp8 in 1 of the")),
     _damage_another: ("E0746", (f"`{OUTPUT}`", "as fp32 in 1 of the")),
@@ -203,6 +203,21 @@ def test_stacked_experts_are_read_too(whole: Case, tmp_path: Path) -> None:
     found, wanted = load(programs, stacked), load(programs, whole.fp8)
     assert json.loads((stacked / "config.json").read_text())["n_routed_experts"] == 20
     assert all(torch.equal(bits(tensor), bits(wanted[name])) for name, tensor in found.items())
+
+
+def test_scales_in_bf16_are_read_as_the_numbers_that_they_are(whole: Case, tmp_path: Path) -> None:
+    """Those of experts that stay in fp8, and those that others are multiplied with when they are read."""
+    config = json.loads((whole.fp8 / "config.json").read_text())
+    rounded = {
+        name: tensor.bfloat16() if name.endswith("_scale_inv") else tensor
+        for name, tensor in load_file(whole.fp8 / "model.safetensors").items()
+    }
+    widened = {name: tensor.float() if name.endswith("_scale_inv") else tensor for name, tensor in rounded.items()}
+    write(tmp_path / "bf16", rounded, config)
+    write(tmp_path / "fp32", widened, config)
+    programs = compile_checkpoint(whole.fp8, tmp_path, None).programs
+    found, wanted = load(programs, tmp_path / "bf16"), load(programs, tmp_path / "fp32")
+    assert found.keys() == wanted.keys() and all(torch.equal(bits(found[name]), bits(wanted[name])) for name in found)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

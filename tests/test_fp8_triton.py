@@ -102,6 +102,18 @@ def test_what_no_kernel_takes_is_left_to_torch(dims: dict[str, str], fp8: Path, 
     assert "route" in found and not found & {"gathered_gate_up", "grouped_gate_up", "grouped_linear"}
 
 
+def test_cached_experts_are_left_to_torch_for_want_of_a_kernel(tmp_path: Path) -> None:
+    source = tmp_path / "model.moe"
+    cache = "mesh one { attention = dp(1)  experts = ep(1) }\ncache few { hbm = slots(2)  host = 1 GiB per rank }"
+    source.write_text(cache + MODEL.replace("run small", "run small on one with few"))
+    for kernels, why in (
+        ("triton", "cached experts in fp8 have no Triton kernel"),
+        ("cpp", "experts in fp8 have no C++"),
+    ):
+        (found,) = compile(source, kernels=kernels).document["left_to_torch"]
+        assert found.startswith(why)
+
+
 @pytest.mark.parametrize(("target", "rows"), [("cuda:90", "e4m3"), ("cuda:80", "bf16")])
 def test_an_artifact_has_the_kernels_of_fp8_experts(target: str, rows: str, tmp_path: Path) -> None:
     """Listed and costed with a byte for each weight; what makes rows e4m3 stands before each product."""

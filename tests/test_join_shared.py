@@ -135,10 +135,14 @@ def test_other_kernels_than_those_of_a_gpu_leave_them_alone() -> None:
 
 
 def test_layers_of_one_table_may_differ() -> None:
-    _, after = joined(plan([moe(shared=6), moe(), moe(shared=8)]))
-    assert after.experts == {"routed": 8, "routed.shared": 9}
-    assert {name: table.counts for name, table in after.placements.items()} == {"routed": (8,), "routed.shared": (9,)}
-    assert counts_of(after) == [1]
+    _, after = joined(plan([moe(shared=6), moe(), moe(shared=8), moe(shared=12)]))
+    assert after.experts == {"routed": 8, "routed.shared1": 9, "routed.shared2": 10}
+    assert {name: table.counts for name, table in after.placements.items()} == {
+        "routed": (8,),
+        "routed.shared1": (9,),
+        "routed.shared2": (10,),
+    }
+    assert counts_of(after) == [1, 2]
     verify(after)
     prove(after)
 

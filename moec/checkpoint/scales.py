@@ -13,6 +13,8 @@ from moec.checkpoint.header import Tensor
 from moec.diagnostics import fail
 
 FP8 = "F8_E4M3"
+#: DeepSeek's scales are in fp32, others' in bf16, which fp32 holds too.
+SCALE_DTYPES = ("F32", "BF16")
 #: Ends the name of a tensor that holds the scales of the one named before it.
 SUFFIX = "_scale_inv"
 _SHOWN = 5
@@ -24,7 +26,7 @@ def is_scales(name: str) -> bool:
 
 
 def check_scales(checkpoint: Checkpoint) -> None:
-    """Raise E0748 where a tensor in fp8 is not a matrix, or a stack of them, with an fp32 scale for each block."""
+    """Raise E0748 where a tensor in fp8 is not a matrix, or a stack of them, with a scale for each block."""
     faults = [
         f"`{name}` of `{tensor.file}` {fault}"
         for name, tensor in checkpoint.tensors.items()
@@ -48,7 +50,10 @@ def check_kept(checkpoint: Checkpoint, parameters: Iterable[str], found: Mapping
         first = checkpoint.tensors[wrong[0]]
         message = f"`{checkpoint.folder}` has {len(wrong)} of the experts' tensors in another dtype than the program's"
         what = f"{message} fp8, first `{wrong[0]}` of `{first.file}` in {first.dtype}"
-        raise fail("E0749", what, "remove `expert_dtype` from the model, or import it again from these weights")
+        help = (
+            "without `expert_dtype` in the model they are read as its `dtype`; for a model file to take that out of, "
+        )
+        raise fail("E0749", what, help + "import config.json alone")
 
 
 def _fault(name: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> str:
@@ -59,6 +64,7 @@ def _fault(name: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> str:
     if scales is None:
         return f"has no `{name + SUFFIX}`"
     want = scales_shape(tensor.shape)
-    if scales.dtype != "F32" or scales.shape != want:
-        return f"has scales {list(scales.shape)} in {scales.dtype}, its blocks want {list(want)} in F32"
+    if scales.dtype not in SCALE_DTYPES or scales.shape != want:
+        dtypes = " or ".join(SCALE_DTYPES)
+        return f"has scales {list(scales.shape)} in {scales.dtype}, its blocks want {list(want)} in {dtypes}"
     return ""

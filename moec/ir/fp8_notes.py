@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from moec.ir.ops.scales import has_fp8
-from moec.ir.program import Program
+from moec.ir.program import Program, op_of
 
 WHY = {
     "cpp": "experts in fp8 have no C++ kernels",
+    "cached": "cached experts in fp8 have no Triton kernel",
     "triton": "Triton's kernels multiply experts in fp8 with rows in bf16 or fp16, of whole blocks of 128 columns",
 }
 
@@ -20,6 +21,8 @@ def notes(programs: Iterable[Program]) -> list[str]:
 
 def _left_to_torch(program: Program) -> Iterator[str]:
     nodes = [node for _, node in program.nodes()]
-    if any(has_fp8(node) and node.meta["kernel"] == "torch" for node in nodes):
+    left = {op_of(node).name for node in nodes if has_fp8(node) and node.meta["kernel"] == "torch"}
+    if left:
         used = {node.meta["kernel"] for node in nodes}
-        yield from (why for kernel, why in WHY.items() if kernel in used)
+        triton = "cached" if left == {"cached_experts"} else "triton"
+        yield from (WHY[triton if kernel == "triton" else kernel] for kernel in ("cpp", "triton") if kernel in used)

@@ -17,6 +17,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -25,7 +26,7 @@ from moec.diagnostics import MoecError, fail, printable
 from moec.files import cache_folder, write_whole
 
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-pthread", "-fPIC", "-shared")
-#: A build that takes longer than this has hung.
+#: A build that takes longer than this is given up: torch's kernels can do without it.
 PATIENCE_SECONDS = 300
 _DIGEST_BYTES = 32
 
@@ -95,10 +96,18 @@ def _compile(source: str, compiler: tuple[str, ...], built: Path) -> None:
 def _run(command: list[str]) -> str:
     """What a command said when it failed; nothing where it did not."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PATIENCE_SECONDS)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        started = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", process_group=0
+        )
+    except OSError as error:
         return f"error: {error}"
-    return "" if done.returncode == 0 else done.stderr or f"error: status {done.returncode}"
+    with started:
+        try:
+            _, said = started.communicate(timeout=PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(started.pid, signal.SIGKILL)  # the compiler proper is a child of the command
+            return f"error: it took longer than {PATIENCE_SECONDS} s"
+    return "" if started.returncode == 0 else said or f"error: status {started.returncode}"
 
 
 def _key(source: str, compiler: tuple[str, ...]) -> str:

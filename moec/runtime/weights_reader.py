@@ -83,9 +83,9 @@ class ShardReader:
         """fp32, one for each block of an fp8 matrix."""
         if block.scales is None:
             return None
-        scales = torch.empty(block.scales.shape, dtype=torch.float32)
+        scales = torch.empty(block.scales.shape, dtype=_FILE_DTYPES[block.scales.dtype])
         self._fill(block.scales, 0, scales)
-        return scales
+        return scales.float()
 
     def _buffer(self, elements: int, dtype: torch.dtype) -> Tensor:
         need = elements * dtype.itemsize
