@@ -136,7 +136,8 @@ def test_fp8_is_what_the_config_says_of_all_linear_weights(tmp_path: Path) -> No
         for more in ({}, {"modules_to_not_convert": ["lm_head"]}):
             assert model_of(family, quantization_config=fp8 | more).expert_dtype == "fp8"
     for other in ({"weight_block_size": [64, 64]}, {"activation_scheme": "static"}, {"quant_method": "awq"}):
-        assert "`quantization_config`" in refusal("deepseek_v3", quantization_config=fp8 | other)
+        words = refusal("deepseek_v3", quantization_config=fp8 | other)
+        assert "`quantization_config`" in words and f"weights with `{next(iter(other))}` = " in words
 
 
 def test_the_dtype_is_the_configs_or_the_weights(tmp_path: Path) -> None:

@@ -120,7 +120,11 @@ def test_pairs_of_the_rotation() -> None:
         ("deepseek_v3", {"rope_scaling": YARN_4 | {"truncate": False}}, "`truncate`"),
         ("mixtral", {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` = 0.5"),
         ("mixtral", {"quantization_config": {"quant_method": "gptq"}}, "`quantization_config`"),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "`quantization_config`"),
+        (
+            "deepseek_v3",
+            {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}},
+            '`fmt` = "e5m2" and no `weight_block_size`',
+        ),
         ("mixtral", {"architectures": ["MixtralForSequenceClassification"]}, "`architectures`"),
         ("qwen3_moe", {"num_local_experts": 5}, "`num_local_experts` = 5 (differs from `num_experts`)"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "`shared_expert_intermediate_size` = 8"),

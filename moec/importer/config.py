@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,8 +77,10 @@ class ConfigReader:
         found = self._take("quantization_config")
         if found in (_MISSING, None):
             return None
-        if not isinstance(found, dict) or self.family.quantization != _format_of(found):
-            self.refuse("quantization_config", "weights quantised so are not read")
+        if not isinstance(found, dict) or self.family.quantization is None:
+            self.refuse("quantization_config", "quantised weights of this family are not read")
+        elif others := _other_settings(found, self.family.quantization):
+            self.refuse("quantization_config", f"weights with {' and '.join(others)} are not read")
         return "fp8"
 
     def rotary(self) -> dict[str, Any]:
@@ -196,9 +199,11 @@ class ConfigReader:
             self.refuse("architectures", f"this family is {self.family.architecture}")
 
 
-def _format_of(quantization: dict[str, Any]) -> dict[str, Any]:
-    """How weights are quantised, without which: of each tensor its dtype says that."""
-    return {key: value for key, value in quantization.items() if key != "modules_to_not_convert"}
+def _other_settings(found: dict[str, Any], known: Mapping[str, Any]) -> list[str]:
+    """Where two descriptions differ in how weights are quantised. Which ones are, the dtype of each tensor says."""
+    keys = sorted({*found, *known} - {"modules_to_not_convert"})
+    differing = [key for key in keys if found.get(key, _MISSING) != known.get(key, _MISSING)]
+    return [f"`{key}` = {_brief(found[key])}" if key in found else f"no `{key}`" for key in differing]
 
 
 def _fits(value: Any, kind: str) -> bool:
