@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from gpu_moe_layers import Layer
 from torch import Tensor
 
-from moec.codegen.grouped_gemm import Projection, RowSource, Store
+from moec.codegen.gemm_variant import Projection, RowSource, Store
 from moec.mesh import Mesh
 from moec.placement import Placement
 from moec.runtime.context import Context

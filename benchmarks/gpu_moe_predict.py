@@ -9,7 +9,8 @@ import numpy as np
 from gpu_moe_layers import PUBLISHED, ROUTINGS, TOKENS, WANTED, Layer, expert_loads
 
 from moec.codegen.devices import DEVICES
-from moec.codegen.grouped_gemm import Projection, RowSource, Store, specialise
+from moec.codegen.gemm_variant import Projection, RowSource, Store
+from moec.codegen.grouped_gemm import specialise
 from moec.codegen.kernel_candidates import candidates
 from moec.codegen.kernel_select import Choice, select
 from moec.codegen.kernel_store import Compiled

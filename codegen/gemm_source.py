@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from moec.codegen.grouped_gemm import GroupedGemm, Store
+from moec.codegen.gemm_variant import Store
+from moec.codegen.grouped_gemm import GroupedGemm
 from moec.codegen.offline import Launch, Report, Signature, compile_kernel
 from moec.codegen.renderer import BUG, Comment, render
 from moec.codegen.targets import find_target

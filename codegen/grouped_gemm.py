@@ -6,10 +6,10 @@ is specialised by shapes, dtype and target; its rows are known only when it runs
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from moec.codegen.gemm_variant import Projection, RowSource, Store, Weights
 from moec.codegen.renderer import Comment
 from moec.codegen.targets import Dtype, Target
 from moec.codegen.tiles import (
@@ -27,45 +27,6 @@ from moec.diagnostics import fail
 
 #: Row tiles that pass over all columns together: 16 x 128 rows and the columns in flight stay in the L2 cache.
 BAND = 16
-
-
-class Projection(enum.Enum):
-    """Which of an expert's two products."""
-
-    GATE_UP = "gate_up"
-    DOWN = "down"
-
-    @property
-    def sides(self) -> int:
-        """Products that a column of the result is made of: gate and up, or one."""
-        return 2 if self is Projection.GATE_UP else 1
-
-
-class Weights(enum.Enum):
-    """How weights are stored: in the rows' dtype, or quantised with scales."""
-
-    PLAIN = "plain"
-    FP8 = "fp8"
-    INT8 = "int8"
-    INT4 = "int4"
-
-
-class RowSource(enum.Enum):
-    """Rows are sorted by expert in memory, or the row of sorted position p is `rows[pairs[p] // top]`."""
-
-    SORTED = "sorted"
-    GATHERED = "gathered"
-
-
-class Store(enum.Enum):
-    """Result p as it is; times `pair_weights[pairs[p]]`; or that added to row `pairs[p] // top` of `out`.
-
-    Added atomically, in fp32, in no fixed order.
-    """
-
-    PLAIN = "plain"
-    WEIGHTED = "weighted"
-    ACCUMULATED = "accumulated"
 
 
 @dataclass(frozen=True)
@@ -94,12 +55,12 @@ class GroupedGemm:
     @property
     def depth(self) -> int:
         """The summed dimension."""
-        return self.hidden if self.op is Projection.GATE_UP else self.inner
+        return self.op.turned(self.hidden, self.inner)[0]
 
     @property
     def width(self) -> int:
         """Columns of the result."""
-        return self.inner if self.op is Projection.GATE_UP else self.hidden
+        return self.op.turned(self.hidden, self.inner)[1]
 
     @property
     def sides(self) -> int:
@@ -287,7 +248,7 @@ def specialise(
             f"a grouped {op.value} kernel cannot serve {experts} experts of hidden {hidden} and inner {inner}",
             "each must be at least 1 and hidden * inner below 2^31",
         )
-    depth, width = (hidden, inner) if op is Projection.GATE_UP else (inner, hidden)
+    depth, width = op.turned(hidden, inner)
     if form is None:
         form = Form.TMA if target.has_tma and descriptor_depth(depth, dtype) else Form.POINTER
     is_added = store is Store.ACCUMULATED

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moec.codegen.devices import device_for
-from moec.codegen.grouped_gemm import GroupedGemm, Weights
+from moec.codegen.gemm_variant import Weights
+from moec.codegen.grouped_gemm import GroupedGemm
 from moec.codegen.renderer import Comment
 from moec.codegen.targets import Target, find_target
 from moec.codegen.tiles import COPIED_BYTES, Tile, product_side

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
-from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, Store
+from moec.codegen.gemm_variant import Projection, RowSource, Store
+from moec.codegen.grouped_gemm import GroupedGemm
 from moec.codegen.renderer import Comment
 from moec.codegen.targets import Dtype
 from moec.codegen.tiles import Form, Tile, size_class

@@ -33,7 +33,8 @@ from moec.codegen.devices import (
     occupancy,
 )
 from moec.codegen.expected_rows import Rows
-from moec.codegen.grouped_gemm import GroupedGemm, RowSource, Store, Weights
+from moec.codegen.gemm_variant import RowSource, Store, Weights
+from moec.codegen.grouped_gemm import GroupedGemm
 from moec.codegen.machine_code import MachineCode
 from moec.codegen.machine_loops import MatrixLoop
 from moec.codegen.targets import find_target

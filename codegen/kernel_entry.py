@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moec.codegen.devices import Device, Occupancy, occupancy
-from moec.codegen.grouped_gemm import Weights
+from moec.codegen.gemm_variant import Weights
 from moec.codegen.kernel_choice import write_choice
 from moec.codegen.kernel_cost import GemmCost, match_loops
 from moec.codegen.kernel_select import Choice, describe

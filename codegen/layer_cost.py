@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from moec.codegen.devices import LAUNCH_US, MEMORY_SHARE, Device
 from moec.codegen.expected_rows import Rows
-from moec.codegen.grouped_gemm import GroupedGemm, RowSource, Store
+from moec.codegen.gemm_variant import RowSource, Store
+from moec.codegen.grouped_gemm import GroupedGemm
 from moec.codegen.kernel_cost import GemmCost, gemm_cost
 from moec.codegen.kernel_rows import GroupRows, group_signatures, specialise_group
 from moec.codegen.kernel_store import Compiled

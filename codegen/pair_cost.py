@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from moec.codegen.devices import FILL_NS, PORT_BYTES, SCHEDULERS, Device, occupancy
 from moec.codegen.expected_rows import Rows
-from moec.codegen.grouped_gemm import Projection
+from moec.codegen.gemm_variant import Projection
 from moec.codegen.kernel_cost import GemmCost, Traffic
 from moec.codegen.machine_code import MachineCode
 from moec.codegen.pair_product import PairProduct

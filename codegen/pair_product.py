@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moec.codegen.devices import device_for
-from moec.codegen.grouped_gemm import Projection
+from moec.codegen.gemm_variant import Projection
 from moec.codegen.kernel_store import Compiled, compiled
 from moec.codegen.offline import Launch, Signature
 from moec.codegen.renderer import Comment, render
@@ -55,12 +55,12 @@ class PairProduct:
     @property
     def depth(self) -> int:
         """The summed dimension."""
-        return self.hidden if self.op is Projection.GATE_UP else self.inner
+        return self.op.turned(self.hidden, self.inner)[0]
 
     @property
     def width(self) -> int:
         """Columns of the result."""
-        return self.inner if self.op is Projection.GATE_UP else self.hidden
+        return self.op.turned(self.hidden, self.inner)[1]
 
     @property
     def block_pairs(self) -> int:
@@ -142,7 +142,7 @@ def specialise_pairs(
             f"a {op.value} kernel of pairs cannot serve {held} experts of hidden {hidden} and inner {inner}",
             "each must be at least 1 and hidden * inner below 2^31",
         )
-    depth, width = (hidden, inner) if op is Projection.GATE_UP else (inner, hidden)
+    depth, width = op.turned(hidden, inner)
     together, apart = (op.sides, top) if op is Projection.GATE_UP else (pairs_at_once(top), 1)
     columns = min(LINES // together, power_of_two(width))
     enough = 2 * device_for(target).num_sms

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moec.codegen.devices import device_for
-from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, Store, Weights
+from moec.codegen.gemm_variant import Projection, RowSource, Store, Weights
+from moec.codegen.grouped_gemm import GroupedGemm
 from moec.codegen.offline import Launch, Report, Signature, compile_kernel
 from moec.codegen.quantise_rows import GROUP, has_fp8_products
 from moec.codegen.quantised_sizes import GROUP_BYTES, LINES, Sizes, fitting_sizes, group_bytes, wanted_sizes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moec.codegen.grouped_gemm import Weights
+from moec.codegen.gemm_variant import Weights
 from moec.codegen.quantise_rows import GROUP
 from moec.codegen.targets import Dtype, Target
 from moec.codegen.tiles import FEW_ROWS, MANY_ROWS, SOME_ROWS

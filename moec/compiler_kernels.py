@@ -11,7 +11,8 @@ import numpy as np
 from moec.codegen.devices import Device
 from moec.codegen.expected_rows import Rows
 from moec.codegen.gemm_source import grouped_gemm_signature, render_grouped_gemm
-from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, Store, Weights, specialise
+from moec.codegen.gemm_variant import Projection, RowSource, Store, Weights
+from moec.codegen.grouped_gemm import GroupedGemm, specialise
 from moec.codegen.kernel_candidates import candidates
 from moec.codegen.kernel_entry import gemm_entry, pair_entry, rows_entry
 from moec.codegen.kernel_moves import Moves, Moving, compile_moving, moving_cost, render_moving
@@ -28,7 +29,8 @@ from moec.codegen.quantised import QuantisedGemm, quantised_signature, render_qu
 from moec.codegen.renderer import Comment
 from moec.codegen.targets import Target, find_target
 from moec.compiler_uses import Use, device_of, uses
-from moec.ir.program import Program, op_of, operands, type_of
+from moec.ir.ops.scales import has_fp8
+from moec.ir.program import Program, op_of
 
 #: Operations that grouped GEMM kernels serve: (projection, where rows come from, what becomes of results).
 GEMMS = {
@@ -143,7 +145,7 @@ class _Chooser:
 def _add_gemm(kernels: Kernels, use: Use, target: Target, choose: _Chooser) -> None:
     """Choose the tiles for each number of experts that a rank may hold."""
     device = device_of(use.program, target)
-    if has_fp8_experts(use) and has_fp8_products(target):
+    if has_fp8(use.node) and has_fp8_products(target):
         _add_quantised_rows(kernels, use, target, device)
     for held in _held(use):
         choice = choose(wanted_gemm(use, target, held), np.resize(use.load.rows, held), use.load.tokens, device)
@@ -155,9 +157,9 @@ def wanted_gemm(use: Use, target: Target, held: int | None = None) -> GroupedGem
     op, source, store = GEMMS[use.op]
     _, lines, depth = use.shape(_weights_at(use))
     width = int(lines) // op.sides
-    hidden, inner = (int(depth), width) if op is Projection.GATE_UP else (width, int(depth))
+    hidden, inner = op.turned(int(depth), width)
     experts = held or _held(use)[-1]
-    if has_fp8_experts(use):
+    if has_fp8(use.node):
         return specialise_quantised(
             op, hidden, inner, experts, use.dtype, target, Weights.FP8, quantised_rows=has_fp8_products(target),
             top=use.load.top, rows=source, store=store, rows_per_expert=_mean_rows(use),
@@ -166,11 +168,6 @@ def wanted_gemm(use: Use, target: Target, held: int | None = None) -> GroupedGem
         op, hidden, inner, experts, use.dtype, target, top=use.load.top, rows=source, store=store,
         rows_per_expert=_mean_rows(use),
     )  # fmt: skip
-
-
-def has_fp8_experts(use: Use) -> bool:
-    """Whether a product's weights are in fp8."""
-    return type_of(operands(use.node)[_weights_at(use)]).dtype == "fp8"
 
 
 def _add_quantised_rows(kernels: Kernels, use: Use, target: Target, device: Device) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, Store, specialise
+from moec.codegen.gemm_variant import Projection, RowSource, Store
+from moec.codegen.grouped_gemm import GroupedGemm, specialise
 from moec.codegen.targets import TARGETS, Dtype
 from moec.runtime.kernels.triton_products import DTYPES, launch_grouped_gemm
 

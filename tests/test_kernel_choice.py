@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, specialise
+from moec.codegen.gemm_variant import Projection, RowSource
+from moec.codegen.grouped_gemm import GroupedGemm, specialise
 from moec.codegen.kernel_choice import Chosen, Product, read_choices, with_choice, write_choice
 from moec.codegen.targets import TARGETS, Dtype
 from moec.codegen.tiles import Form

@@ -13,7 +13,8 @@ import pytest
 from moec.codegen import kernel_store
 from moec.codegen.devices import DEVICES, LAUNCH_US, MEMORY_SHARE
 from moec.codegen.expected_rows import even_rows, power_law_rows, random_rows, spread
-from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, Store, Weights
+from moec.codegen.gemm_variant import Projection, RowSource, Store, Weights
+from moec.codegen.grouped_gemm import GroupedGemm
 from moec.codegen.kernel_cost import body_order, gemm_cost, iterations, match_loops
 from moec.codegen.kernel_rows import specialise_group
 from moec.codegen.kernel_select import MOST_COMPILED, least_us, select

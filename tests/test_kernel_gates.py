@@ -18,7 +18,8 @@ from moec.checked import Plan
 from moec.cli.app import app
 from moec.codegen.devices import DEVICES
 from moec.codegen.expected_rows import even_rows, power_law_rows, random_rows
-from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, specialise
+from moec.codegen.gemm_variant import Projection, RowSource
+from moec.codegen.grouped_gemm import GroupedGemm, specialise
 from moec.codegen.kernel_candidates import candidates
 from moec.codegen.kernel_moves import compile_moving
 from moec.codegen.kernel_select import Choice, select

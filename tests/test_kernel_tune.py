@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from moec.cli.app import app
 from moec.codegen.devices import DEVICES
 from moec.codegen.expected_rows import Rows, even_rows
-from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, Store, specialise
+from moec.codegen.gemm_variant import Projection, RowSource, Store
+from moec.codegen.grouped_gemm import GroupedGemm, specialise
 from moec.codegen.kernel_entry import gemm_entry
 from moec.codegen.kernel_select import Choice, describe
 from moec.codegen.kernel_store import Compiled

@@ -13,7 +13,8 @@ import pytest
 
 from moec.codegen.devices import DEVICES, FILL_NS, LAUNCH_US, MEMORY_SHARE
 from moec.codegen.expected_rows import even_rows, power_law_rows, random_rows
-from moec.codegen.grouped_gemm import Projection, RowSource, specialise
+from moec.codegen.gemm_variant import Projection, RowSource
+from moec.codegen.grouped_gemm import specialise
 from moec.codegen.kernel_candidates import candidates
 from moec.codegen.kernel_select import select
 from moec.codegen.kernel_store import Compiled

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moec.codegen.grouped_gemm import Projection, Weights
+from moec.codegen.gemm_variant import Projection, Weights
 from moec.codegen.kernel_module import load_kernel
 from moec.codegen.quantise_rows import QuantiseRows, render_quantise_rows, specialise_quantise_rows
 from moec.codegen.quantised import specialise_quantised

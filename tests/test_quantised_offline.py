@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moec.codegen.grouped_gemm import Projection, RowSource, Weights
+from moec.codegen.gemm_variant import Projection, RowSource, Weights
 from moec.codegen.kernel_cost import match_loops
 from moec.codegen.machine_code import read_cubin
 from moec.codegen.machine_loops import MatrixLoop

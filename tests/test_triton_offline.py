@@ -86,7 +86,8 @@ def test_one_process_interprets_and_compiles_whatever_the_environment() -> None:
     code = (
         "import triton, triton.language\n"
         "from moec.codegen.gemm_source import compile_grouped_gemm\n"
-        "from moec.codegen.grouped_gemm import Projection, specialise\n"
+        "from moec.codegen.gemm_variant import Projection\n"
+        "from moec.codegen.grouped_gemm import specialise\n"
         "from moec.codegen.targets import Dtype, find_target\n"
         "values = specialise(Projection.DOWN, 64, 64, 4, Dtype.BF16, find_target('cuda:90'), rows_per_expert=4)\n"
         "report = compile_grouped_gemm(values)\n"

@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 from torch.testing import assert_close
 
 from moec.codegen import pair_product
-from moec.codegen.grouped_gemm import Projection
+from moec.codegen.gemm_variant import Projection
 from moec.codegen.pair_product import render_pairs, specialise_pairs
 from moec.codegen.targets import TARGETS, Dtype
 from moec.diagnostics import MoecError

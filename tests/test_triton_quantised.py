@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from moec.codegen.grouped_gemm import Projection, RowSource, Store, Weights
+from moec.codegen.gemm_variant import Projection, RowSource, Store, Weights
 from moec.codegen.quantised import QuantisedGemm, specialise_quantised
 from moec.codegen.targets import TARGETS, Dtype
 from moec.diagnostics import MoecError

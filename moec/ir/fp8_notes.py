@@ -7,11 +7,9 @@ from collections.abc import Iterable, Iterator
 from moec.ir.ops.scales import has_fp8
 from moec.ir.program import Program, op_of
 
-WHY = {
-    "cpp": "experts in fp8 have no C++ kernels",
-    "cached": "cached experts in fp8 have no Triton kernel",
-    "triton": "Triton's kernels multiply experts in fp8 with rows in bf16 or fp16, of whole blocks of 128 columns",
-}
+CPP = "experts in fp8 have no C++ kernels"
+CACHED = "cached experts in fp8 have no Triton kernel"
+TRITON = "Triton's kernels multiply experts in fp8 with rows in bf16 or fp16, of whole blocks of 128 columns"
 
 
 def notes(programs: Iterable[Program]) -> list[str]:
@@ -22,7 +20,8 @@ def notes(programs: Iterable[Program]) -> list[str]:
 def _left_to_torch(program: Program) -> Iterator[str]:
     nodes = [node for _, node in program.nodes()]
     left = {op_of(node).name for node in nodes if has_fp8(node) and node.meta["kernel"] == "torch"}
-    if left:
-        used = {node.meta["kernel"] for node in nodes}
-        triton = "cached" if left == {"cached_experts"} else "triton"
-        yield from (WHY[triton if kernel == "triton" else kernel] for kernel in ("cpp", "triton") if kernel in used)
+    used = {node.meta["kernel"] for node in nodes} if left else set()
+    if "cpp" in used:
+        yield CPP
+    if "triton" in used:
+        yield CACHED if left == {"cached_experts"} else TRITON

@@ -73,7 +73,7 @@ class Param:
         if not self.sizes:
             return (self,)
         sized = zip(self.parts, self.sizes, strict=True)
-        shapes = ((part, _resized(self.shape, self.dim, size)) for part, size in sized)
+        shapes = ((part, resized(self.shape, self.dim, size)) for part, size in sized)
         return tuple(replace(self, parts=(part,), shape=shape, sizes=()) for part, shape in shapes)
 
     def in_layer(self, layer: int) -> Param:
@@ -92,7 +92,7 @@ class Param:
         """
         if self.sizes:
             shapes = [part.local_shape(mesh, placements) for part in self.apart()]
-            return _resized(shapes[0], self.dim, sum(int(shape[self.dim]) for shape in shapes))
+            return resized(shapes[0], self.dim, sum(int(shape[self.dim]) for shape in shapes))
         shape: list[Dim] = list(self.shape)
         for axis, place in self.layout.places:
             if isinstance(place, Shard):
@@ -106,7 +106,7 @@ class Param:
         return tuple(shape)
 
 
-def _resized(shape: tuple[D, ...], dim: int, size: D) -> tuple[D, ...]:
+def resized(shape: tuple[D, ...], dim: int, size: D) -> tuple[D, ...]:
     """The shape with another size along one dim."""
     return (*shape[:dim], size, *shape[dim + 1 :])
 

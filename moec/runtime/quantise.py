@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moec.codegen.grouped_gemm import Weights
+from moec.codegen.gemm_variant import Weights
 from moec.diagnostics import fail
 
 #: Columns that share a scale, and rows that do in FP8 blocks.

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from moec.codegen.expected_rows import Rows
-from moec.codegen.grouped_gemm import GroupedGemm, RowSource, Store
+from moec.codegen.gemm_variant import RowSource, Store
+from moec.codegen.grouped_gemm import GroupedGemm
 from moec.codegen.kernel_tune import Measure as Measure
 from moec.codegen.targets import TARGETS, find_target
 from moec.diagnostics import fail

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moec.cache_sizes import cached_params
 from moec.checkpoint.map import Block, Shape, Sources, open_sources
-from moec.ir.params import Param
+from moec.ir.params import Param, resized
 from moec.ir.program import Program
 from moec.layout import Placed, Replicate, Shard
 from moec.mesh import Mesh
@@ -189,7 +189,7 @@ def cut(
 def _local_shape(param: Param, mesh: Mesh, placements: Mapping[str, Placement], rank: int) -> Shape:
     if param.sizes:
         shapes = [_local_shape(part, mesh, placements, rank) for part in param.apart()]
-        return (*shapes[0][: param.dim], sum(shape[param.dim] for shape in shapes), *shapes[0][param.dim + 1 :])
+        return resized(shapes[0], param.dim, sum(shape[param.dim] for shape in shapes))
     ranges, experts = cut(param, mesh, placements, rank)
     shape = [len(held) for held in ranges]
     if experts or len(shape) == 3:

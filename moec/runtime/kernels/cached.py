@@ -21,8 +21,15 @@ from torch import Tensor
 
 from moec.runtime.context import Context
 from moec.runtime.kernels.torch_dense import rms_norm
-from moec.runtime.kernels.torch_moe import GROUPED_ALIGNMENT, at_boundary, multiply_fp8, route, router_logits
-from moec.runtime.kernels.torch_pairs import lost_rows
+from moec.runtime.kernels.torch_moe import (
+    GROUPED_ALIGNMENT,
+    all_ranges,
+    at_boundary,
+    multiply_fp8,
+    ranges_of,
+    route,
+    router_logits,
+)
 
 
 def guess(
@@ -70,7 +77,7 @@ def prefetch_wait(ctx: Context, offsets_M: Tensor, *, table: str) -> Tensor:
     assert ctx.cache is not None and ctx.layer is not None
     held, place = _held(ctx, table)
     slots = [-1] * len(held)
-    for use in ctx.cache.demand(ctx.layer, [held[m] for m, _, _ in _ranges(offsets_M)]):
+    for use in ctx.cache.demand(ctx.layer, [held[m] for m, _, _ in ranges_of(offsets_M)]):
         slots[place[use.expert]] = use.slot
     slots_M = torch.from_numpy(np.array(slots, np.int32))  # of a list, torch takes three times as long
     return slots_M.to(offsets_M.device) if offsets_M.is_cuda else slots_M
@@ -95,7 +102,7 @@ def cached_experts(
     if scales:
         return _cached_fp8(ctx, rows_XD, offsets_M, slots_M, (gate_up_CGD, down_CDI), scales, table)
     held, _ = _held(ctx, table)
-    ranges, num_rows = _all_ranges(ctx, rows_XD.shape[0], offsets_M), rows_XD.shape[0]
+    ranges, num_rows = all_ranges(ctx, rows_XD.shape[0], offsets_M, "cached experts"), rows_XD.shape[0]
     sizes, number = [end - first for _, first, end in ranges], {held[m]: i for i, (m, _, _) in enumerate(ranges)}
     wide_XG, out_XD = rows_XD.new_empty(num_rows, gate_up_CGD.shape[1]), torch.empty_like(rows_XD)
     rows, wide, out = (x.split_with_sizes(sizes) for x in (rows_XD, wide_XG, out_XD))
@@ -143,27 +150,9 @@ def served(
     """
     assert ctx.cache is not None and ctx.layer is not None
     held, _ = _held(ctx, table)
-    rows = {held[m]: slice(first, end) for m, first, end in _all_ranges(ctx, num_rows, offsets_M)}
+    rows = {held[m]: slice(first, end) for m, first, end in all_ranges(ctx, num_rows, offsets_M, "cached experts")}
     for uses in ctx.cache.serve(ctx.layer):
         yield [(use.slot, rows[use.expert]) for use in uses]
-
-
-def _all_ranges(ctx: Context, num_rows: int, offsets_M: Tensor) -> list[tuple[int, int, int]]:
-    """`_ranges`, which must have all of the rows (E0508)."""
-    found = _ranges(offsets_M)
-    if (num_served := found[-1][2] if found else 0) != num_rows:
-        raise lost_rows(ctx, f"cached experts were given {num_served} of {num_rows} rows")
-    return found
-
-
-def _ranges(offsets_M: Tensor) -> list[tuple[int, int, int]]:
-    """(m, where its rows begin, where they end) of the experts that have rows."""
-    found, first = [], 0
-    for m, end in enumerate(offsets_M.tolist()):
-        if end > first:
-            found.append((m, first, end))
-            first = end
-    return found
 
 
 def _held(ctx: Context, table: str) -> tuple[tuple[int, ...], dict[int, int]]:

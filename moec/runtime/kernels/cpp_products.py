@@ -23,7 +23,7 @@ from moec.codegen.cpp import Product, Router
 from moec.runtime.context import Context
 from moec.runtime.cpp_library import Library
 from moec.runtime.host_memory import new_empty
-from moec.runtime.kernels import cached, torch_pairs
+from moec.runtime.kernels import cached, torch_moe
 from moec.runtime.kernels.cpp_attention import attention, mla_attention, rope
 from moec.runtime.kernels.cpp_pairs import group_rows, reduce_rows, route
 from moec.runtime.kernels.cpp_rows import add, embed, rms_norm
@@ -86,7 +86,7 @@ def router_logits(library: Library, ctx: Context, x_SD: Tensor, w_ED: Tensor) ->
 def _check_rows(ctx: Context, rows_RK: Tensor, offsets_M: Tensor) -> None:
     served = int(offsets_M[-1]) if offsets_M.shape[0] else 0
     if served != rows_RK.shape[0]:
-        raise torch_pairs.lost_rows(ctx, f"experts were given {served} of {rows_RK.shape[0]} rows")
+        raise torch_moe.lost_rows(ctx, f"experts were given {served} of {rows_RK.shape[0]} rows")
 
 
 def grouped_linear(library: Library, ctx: Context, rows_RK: Tensor, offsets_M: Tensor, w_MNK: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from moec.diagnostics import fail
 from moec.ir.ops.exchange import message_bytes
 from moec.placement import span
 from moec.runtime.context import DTYPES, Context
-from moec.runtime.kernels.torch_pairs import destinations, group_size, look_up, lost_rows, sums
+from moec.runtime.kernels.torch_moe import lost_rows
+from moec.runtime.kernels.torch_pairs import destinations, group_size, look_up, sums
 
 #: Name of each dtype in a Program.
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -121,13 +121,8 @@ def grouped_linear(
     if rows_RK.is_cuda and rows_RK.dtype is torch.bfloat16 and num_rows and aligned:
         return F.grouped_mm(rows_RK, w_MNK.transpose(1, 2), offs=offsets_M)
     out_RN = rows_RK.new_empty(num_rows, width)
-    first = 0
-    for expert, end in enumerate(offsets_M.tolist()):
-        if end > first:
-            torch.mm(rows_RK[first:end], at_boundary(w_MNK[expert]).t(), out=out_RN[first:end])
-        first = end
-    if first != num_rows:
-        raise _lost_rows(ctx, f"experts were given {first} of {num_rows} rows")
+    for expert, first, end in all_ranges(ctx, num_rows, offsets_M):
+        torch.mm(rows_RK[first:end], at_boundary(w_MNK[expert]).t(), out=out_RN[first:end])
     return out_RN
 
 
@@ -135,13 +130,8 @@ def _grouped_fp8(
     ctx: Context, rows_RK: Tensor, offsets_M: Tensor, w_MNK: Tensor, scales_MBG: Tensor, sides: int = 1
 ) -> Tensor:
     out_RN = rows_RK.new_empty(rows_RK.shape[0], w_MNK.shape[1])
-    first = 0
-    for expert, end in enumerate(offsets_M.tolist()):
-        if end > first:
-            out_RN[first:end] = multiply_fp8(rows_RK[first:end], w_MNK[expert], scales_MBG[expert], sides)
-        first = end
-    if first != len(rows_RK):
-        raise _lost_rows(ctx, f"experts were given {first} of {len(rows_RK)} rows")
+    for expert, first, end in all_ranges(ctx, len(rows_RK), offsets_M):
+        out_RN[first:end] = multiply_fp8(rows_RK[first:end], w_MNK[expert], scales_MBG[expert], sides)
     return out_RN
 
 
@@ -170,5 +160,23 @@ def grouped_gate_up(
     return F.silu(gate).mul_(up)
 
 
-def _lost_rows(ctx: Context, what: str) -> MoecError:
+def all_ranges(ctx: Context, num_rows: int, offsets_M: Tensor, whose: str = "experts") -> list[tuple[int, int, int]]:
+    """`ranges_of`, which must have all of the rows (E0508)."""
+    found = ranges_of(offsets_M)
+    if (num_served := found[-1][2] if found else 0) != num_rows:
+        raise lost_rows(ctx, f"{whose} were given {num_served} of {num_rows} rows")
+    return found
+
+
+def ranges_of(offsets_M: Tensor) -> list[tuple[int, int, int]]:
+    """(m, where its rows begin, where they end) of the experts that have rows."""
+    found, first = [], 0
+    for m, end in enumerate(offsets_M.tolist()):
+        if end > first:
+            found.append((m, first, end))
+            first = end
+    return found
+
+
+def lost_rows(ctx: Context, what: str) -> MoecError:
     return fail("E0508", f"layer {ctx.layer}: {what}", BUG)

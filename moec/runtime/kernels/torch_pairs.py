@@ -19,7 +19,7 @@ from torch import Tensor
 from moec.diagnostics import MoecError, fail
 from moec.runtime.context import Context
 from moec.runtime.device_flags import is_deferred
-from moec.runtime.kernels.torch_moe import BUG
+from moec.runtime.kernels.torch_moe import BUG, lost_rows
 
 
 def group_rows(ctx: Context, rows_RD: Tensor, ids_Rk: Tensor, *, table: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,7 +176,3 @@ def _slots_here(ctx: Context, table: str) -> list[int]:
 
 def group_size(ctx: Context, group: str) -> int:
     return len(ctx.mesh.groups()[group][0])
-
-
-def lost_rows(ctx: Context, what: str) -> MoecError:
-    return fail("E0508", f"layer {ctx.layer}: {what}", BUG)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moec.codegen.grouped_gemm import Weights
+from moec.codegen.gemm_variant import Weights
 from moec.codegen.quantise_rows import has_fp8_products
 from moec.runtime.context import Context
 from moec.runtime.kernels import triton_fused, triton_products, triton_quantised
+from moec.runtime.kernels.triton_products import expected_rows, target_of
 from moec.runtime.quantise import QuantisedRows, QuantisedWeights
 
 
@@ -30,7 +31,11 @@ def grouped_gate_up(
         return triton_products.grouped_gate_up(ctx, rows_RD, offsets_M, w_MGD)
     weights = _weights(ctx, w_MGD, scales, sides=2)
     return triton_quantised.grouped_gate_up(
-        _rows(rows_RD), offsets_M, weights, dtype=rows_RD.dtype, expected=_expected(ctx, len(rows_RD))
+        _rows(rows_RD),
+        offsets_M,
+        weights,
+        dtype=rows_RD.dtype,
+        expected=expected_rows(ctx, len(rows_RD)),
     )
 
 
@@ -42,7 +47,11 @@ def grouped_linear(
         return triton_products.grouped_linear(ctx, rows_RK, offsets_M, w_MNK)
     weights = _weights(ctx, w_MNK, scales)
     return triton_quantised.grouped_linear(
-        _rows(rows_RK), offsets_M, weights, dtype=rows_RK.dtype, expected=_expected(ctx, len(rows_RK))
+        _rows(rows_RK),
+        offsets_M,
+        weights,
+        dtype=rows_RK.dtype,
+        expected=expected_rows(ctx, len(rows_RK)),
     )
 
 
@@ -56,12 +65,12 @@ def gathered_gate_up(
     weights = _weights(ctx, w_MGD, scales[0], sides=2)
     return triton_quantised.grouped_gate_up(
         _rows(rows_RD), offsets_M, weights, pairs_X=pairs_X, top=top, dtype=rows_RD.dtype,
-        expected=_expected(ctx, len(pairs_X)),
+        expected=expected_rows(ctx, len(pairs_X)),
     )  # fmt: skip
 
 
 def _rows(rows_RK: Tensor) -> Tensor | QuantisedRows:
-    is_multiplied = has_fp8_products(triton_products.target_of(rows_RK.device))
+    is_multiplied = has_fp8_products(target_of(rows_RK.device))
     return triton_quantised.quantise_rows(rows_RK) if is_multiplied else rows_RK
 
 
@@ -72,8 +81,3 @@ def _weights(ctx: Context, values: Tensor, scales: Tensor, sides: int = 1) -> Qu
         ctx.memo[key] = QuantisedWeights(Weights.FP8, values, scales, values.shape[2], sides)
     found: QuantisedWeights = ctx.memo[key]
     return found
-
-
-def _expected(ctx: Context, num_rows: int) -> int:
-    """Rows that a step is expected to bring; in one of fixed shape there is room for all pairs of the group."""
-    return num_rows if ctx.step.fixed is None else -(-num_rows // ctx.mesh.ep)

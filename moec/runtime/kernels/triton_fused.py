@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moec.codegen.grouped_gemm import Projection, RowSource, Store
+from moec.codegen.gemm_variant import Projection, RowSource, Store
 from moec.runtime.context import Context
 from moec.runtime.device_flags import flags_on, is_deferred
-from moec.runtime.kernels.torch_pairs import lost_rows
+from moec.runtime.kernels.torch_moe import lost_rows
 from moec.runtime.kernels.triton_products import check_fit, launch_grouped_gemm, specialise_for
 from moec.runtime.kernels.triton_rows import PLACES, sort_pairs
 

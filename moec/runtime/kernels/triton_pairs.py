@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moec.codegen.grouped_gemm import Projection
+from moec.codegen.gemm_variant import Projection
 from moec.codegen.kernel_module import load_kernel
 from moec.codegen.offline import FP_FUSION
 from moec.codegen.pair_product import PairProduct, render_pairs, specialise_pairs

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from moec.codegen.gemm_source import render_grouped_gemm
-from moec.codegen.grouped_gemm import GroupedGemm, Projection, RowSource, Store, specialise
+from moec.codegen.gemm_variant import Projection, RowSource, Store
+from moec.codegen.grouped_gemm import GroupedGemm, specialise
 from moec.codegen.kernel_choice import with_choice
 from moec.codegen.kernel_module import load_kernel
 from moec.codegen.offline import FP_FUSION
@@ -66,6 +67,11 @@ def _product(ctx: Context | None, op: Projection, rows_RK: Tensor, offsets_M: Te
     return out_RN
 
 
+def expected_rows(ctx: Context, num_rows: int) -> int:
+    """Rows that a step is expected to bring: an even share of one of fixed shape, with room for the group's pairs."""
+    return num_rows if ctx.step.fixed is None else -(-num_rows // ctx.mesh.ep)
+
+
 def specialise_for(
     ctx: Context | None,
     op: Projection,
@@ -78,11 +84,10 @@ def specialise_for(
     store: Store = Store.PLAIN,
 ) -> GroupedGemm:
     """The kernel for these tensors and about `num_rows` rows at their experts: the context's choice, or the default."""
-    if ctx is not None and ctx.step.fixed is not None:
-        num_rows = -(-num_rows // ctx.mesh.ep)  # there is room for all pairs of the group; this is an even share
+    num_rows = num_rows if ctx is None else expected_rows(ctx, num_rows)
     experts, depth = w_MLK.shape[0], w_MLK.shape[2]
     width = w_MLK.shape[1] // op.sides
-    hidden, inner = (depth, width) if op is Projection.GATE_UP else (width, depth)
+    hidden, inner = op.turned(depth, width)
     is_aligned = all(tensor.data_ptr() % TMA_ALIGNMENT == 0 for tensor in (rows_RK, w_MLK))
     rows_per_expert = size_class(-(-num_rows // experts))
     dtype, target = DTYPES[rows_RK.dtype], target_of(rows_RK.device)

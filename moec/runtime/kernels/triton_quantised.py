@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moec.codegen.grouped_gemm import Projection, RowSource, Store, Weights
+from moec.codegen.gemm_variant import Projection, RowSource, Store, Weights
 from moec.codegen.kernel_module import load_kernel
 from moec.codegen.offline import FP_FUSION
 from moec.codegen.quantise_rows import QuantiseRows, render_quantise_rows, specialise_quantise_rows
@@ -114,7 +114,7 @@ def _product(
     if num_rows and not experts:
         return out_XN.zero_()
     if num_rows:
-        hidden, inner = (weights.depth, width) if op is Projection.GATE_UP else (width, weights.depth)
+        hidden, inner = op.turned(weights.depth, width)
         source = RowSource.GATHERED if op is Projection.GATE_UP and pairs_X is not None else RowSource.SORTED
         store = Store.PLAIN if pair_weights is None else Store.WEIGHTED
         values = _specialise(

@@ -30,7 +30,8 @@ from moec.codegen.kernel_rows import (
 from moec.codegen.offline import FP_FUSION
 from moec.runtime.context import Context
 from moec.runtime.device_flags import flags_on, is_deferred
-from moec.runtime.kernels.torch_pairs import expert_fault, lost_rows, pair_fault, slots_here
+from moec.runtime.kernels.torch_moe import lost_rows
+from moec.runtime.kernels.torch_pairs import expert_fault, pair_fault, slots_here
 from moec.runtime.kernels.triton_products import DTYPES
 from moec.runtime.kernels.triton_route import check_tensor
 
