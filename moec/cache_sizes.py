@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from moec.cache.policies import policy_named
+from moec.cache.policies import scope_of
 from moec.cache.policy import Key
 from moec.cache.residency import least_slots
 from moec.diagnostics import CompileError, Diagnostic
@@ -112,9 +112,12 @@ def least_count(program: Program) -> int:
     cache = program.cache
     assert cache is not None
     ranks = [held_experts(program, rank) for rank in range(program.mesh.ep)]
-    num_layers, num_experts = len(ranks[0]), max(program.experts.values())
-    scope = policy_named(cache.evict, num_layers, num_experts, [[0.0] * num_experts] * num_layers).scope
-    return max(least_slots(held, scope, pinned_keys(cache, held)) for held in ranks)
+    return max(least_slots(held, scope_of(cache.evict), pinned_keys(cache, held)) for held in ranks)
+
+
+def has_pool(program: Program) -> bool:
+    """Whether the layers of a rank share their slots, by the policy; else each has its own."""
+    return program.cache is not None and scope_of(program.cache.evict) == "rank"
 
 
 def host_experts(program: Program) -> int:

@@ -79,6 +79,10 @@ class Checked:
             self.guessed.add((layer, load.expert))
         return loads
 
+    def served(self) -> None:
+        self.residency.served()
+        self.wanted = set()
+
     def agrees(self) -> None:
         """The table is the model's, and the counters add up."""
         for layer, counters in enumerate(self.residency.counters):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moec.cache.policies import POLICIES, policy_named
+from moec.cache.policies import POLICIES, policy_named, scope_of
 from moec.cache.policy import Key
 from moec.cache.residency import Residency
 from moec.cache.scored import FORGETTING, Lfu
@@ -106,11 +106,14 @@ def test_scores_stay_finite() -> None:
 
 
 def test_names() -> None:
-    assert POLICIES == ("lru", "layer_lru", "lfu", "least_stale", "trace")
+    assert POLICIES == ("lru", "layer_lru", "lfu", "sweep_lfu", "least_stale", "trace")
     for name in POLICIES:
         policy = policy_named(name, 2, 4, [[1] * 4] * 2)
-        assert policy.scope == ("rank" if name in ("lru", "least_stale") else "layer")
-    with pytest.raises(ValueError, match="policy `belady` is none of lru, layer_lru, lfu, least_stale, trace"):
+        assert policy.scope == ("rank" if name in ("lru", "sweep_lfu", "least_stale") else "layer")
+        assert scope_of(name) == policy.scope
+    with pytest.raises(
+        ValueError, match="policy `belady` is none of lru, layer_lru, lfu, sweep_lfu, least_stale, trace"
+    ):
         policy_named("belady", 2, 4)
     with pytest.raises(ValueError, match="policy `trace` needs the counts of a recorded trace"):
         policy_named("trace", 2, 4)

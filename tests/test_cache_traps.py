@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moec.runtime.experts.cache import ExpertCache
 from moec.runtime.experts.copier import Copier
-from moec.runtime.experts.lane import Transfer
+from moec.runtime.experts.transfer import Transfer
 from tests import checkpoints
 from tests.cached import Run, compile_cached, run_cached, same_bits
 from tests.parity import Outcome, compile_checkpoint, run

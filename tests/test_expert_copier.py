@@ -15,9 +15,9 @@ from torch import Tensor
 from moec.diagnostics import MoecError, fail
 from moec.runtime.experts.copier import Copier
 from moec.runtime.experts.file import Key
-from moec.runtime.experts.lane import Transfer
 from moec.runtime.experts.pace import Link, Load, Rate, SystemClock
 from moec.runtime.experts.tiers import HostTier, open_nvme
+from moec.runtime.experts.transfer import Transfer
 from tests.expert_blobs import CONTENTS, Checkpoint, Notes, blob, flip
 
 SECONDS = 60
@@ -533,7 +533,7 @@ class SetClock:
 @pytest.fixture
 def paced(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Copier, SetClock]]:
     """A copier of one tier whose copies are over at once, and whose link is slow."""
-    monkeypatch.setattr("moec.runtime.experts.lane.LINK_PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr("moec.runtime.experts.thread_lane.LINK_PIECE_BYTES", PIECE_BYTES)
     tier, clock = Gated(SLOW), SetClock()
     tier.let_all()
     with Copier([tier], clock) as copier:

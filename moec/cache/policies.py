@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moec.cache.policy import Policy
+from moec.cache.policy import Policy, Scope
 from moec.cache.recency import LayerLru, LeastStale, Lru
-from moec.cache.scored import Lfu, Popularity
+from moec.cache.scored import Lfu, Popularity, SweepLfu
 
 #: Names that the language takes, in the order of a report.
-POLICIES = ("lru", "layer_lru", "lfu", "least_stale", "trace")
+POLICIES = ("lru", "layer_lru", "lfu", "sweep_lfu", "least_stale", "trace")
 
 
 def policy_named(
@@ -26,6 +26,8 @@ def policy_named(
             return LayerLru()
         case "lfu":
             return Lfu(num_layers, num_experts)
+        case "sweep_lfu":
+            return SweepLfu(num_layers, num_experts)
         case "least_stale":
             return LeastStale(num_layers)
         case "trace" if popularity is not None:
@@ -33,3 +35,8 @@ def policy_named(
         case "trace":
             raise ValueError("policy `trace` needs the counts of a recorded trace")
     raise ValueError(f"policy `{name}` is none of {', '.join(POLICIES)}")
+
+
+def scope_of(name: str) -> Scope:
+    """What the policy chooses among: the slots of one layer, or all slots of the rank."""
+    return policy_named(name, 1, 1, [[0.0]]).scope

@@ -79,7 +79,7 @@ class LeastStale:
         # The clock follows the layers, not the calls, so that a layer nobody looked up does not shift the windows.
         self._now += (layer - self._now % self._num_layers) % self._num_layers or self._num_layers
         self._latest = {(layer, expert) for expert in experts}
-        for key in sorted(self._latest):
+        for key in self._latest:
             if key in self._last or key in self._never:
                 self.drop(key)
                 self.admit(key)

@@ -86,7 +86,7 @@ class Residency:
         self._free = [shared] * len(held) if policy.scope == "rank" else pools  # the lowest at the end
         self._guessed: dict[Key, None] = {}  # prefetched since the last look-up of their layer: nobody evicts them
         self._unused: set[Key] = set()  # prefetched and not used since
-        self._wanted: set[Key] = set()  # by the latest look-up
+        self._wanted: set[Key] = set()  # by a look-up that is not served yet
         self._pinned = frozenset(pinned)
         for layer, expert in sorted(pinned):
             self._check(layer, [expert])
@@ -134,21 +134,26 @@ class Residency:
             self._load(layer, misses, uses)
         return uses
 
+    def served(self) -> None:
+        """What the latest look-up wanted has been computed: its slots may be given to guesses."""
+        self._wanted = set()
+
     def prefetch(self, layer: int, experts: Sequence[int], most: int | None = None) -> list[Load]:
         """Load the guesses that are not resident, the best guess first, and at most `most` of them.
 
-        Nothing gives way that is pinned, wanted by the latest look-up, guessed for a look-up to come, or among these
-        guesses. Where no slot is left the rest is skipped.
+        Nothing gives way that is pinned, wanted by a look-up that is not `served`, guessed for a look-up to come, or
+        among these guesses. Where no slot is left the rest is skipped.
         """
         self._check(layer, experts)
-        missing = [expert for expert in dict.fromkeys(experts) if expert not in self._tables[layer]][:most]
+        table = self._tables[layer]
+        missing = [expert for expert in dict.fromkeys(experts) if expert not in table][:most]
         if not missing:
             return []
-        kept = self._wanted.union((layer, expert) for expert in experts)
+        kept = self._wanted.union([(layer, expert) for expert in experts if expert in table])
         places = self._places(layer, len(missing), kept)
         loads = [Load(expert, slot, gone) for expert, (slot, gone) in zip(missing, places, strict=False)]
         for load in loads:
-            self._tables[layer][load.expert] = load.slot
+            table[load.expert] = load.slot
             self._guessed[layer, load.expert] = None
             self._unused.add((layer, load.expert))
         self.counters[layer].prefetches += len(loads)

@@ -1,7 +1,7 @@
 """A recorded trace through the cache of one rank: the same state machine and policies as the run time, no bytes moved.
 
-Per step and layer, in this order: the look-up, then the guess for a later layer, or the other way round where the
-Program starts its copies before the layer's own experts are known.
+Per step and layer, in this order: the look-up, which is served, then the guess for a later layer, or the other way
+round where the Program starts its copies before the layer's own experts are known.
 """
 
 from __future__ import annotations
@@ -176,6 +176,8 @@ def _guesses(
     phases = trace.phase[np.minimum(trace.step_starts[:-1], trace.num_tokens - 1)].tolist()
 
     def guess(number: int, layer: int, is_early: bool) -> None:
+        if not is_early:
+            residency.served()
         now = by_phase.get(phases[number])
         for later in now.targets_at(layer, is_early, trace.num_layers) if now is not None else ():
             assert now is not None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from moec.cache_sizes import expert_bytes, host_experts
+from moec.cache_sizes import expert_bytes, has_pool, host_experts, tables_of
 from moec.cost.sizes import Sizes
 from moec.ir.program import Body, Program, is_op, op_of, operands, output_of
 from moec.ir.slots import most_held
@@ -104,26 +104,33 @@ def recall(program: Program, by: str, place: str) -> float:
     return max(LEAST_RECALL, ROUTER_RECALL[place] - RECALL_LOST_AHEAD * (program.cache.ahead - 1))
 
 
-def spared(sizes: Sizes, most: int, share: float) -> float:
-    """Misses of a step that a prefetch of `most` experts spares, `share` of which its layer needs.
+def spared(sizes: Sizes, most: int, share: float, place: str) -> float:
+    """Misses of a step that a prefetch of `most` experts begun at `place` spares, `share` of which its layer needs.
 
-    Each takes the slot of another, which the layer would have needed as often as it needs any: what a step that uses
-    every expert gains is nothing.
+    Each takes the slot of another. Where a layer's slots are its own, the layer would have needed that one as often as
+    it needs any: what a step that uses every expert gains is nothing. In a pool of all layers others do without those
+    slots: behind its experts a layer needs their slots no longer; before that, what hit there is missed.
     """
-    is_used = sizes.active_experts() / most_held(sizes.program)
-    return share * (1.0 - is_used) * min(float(most), missed(sizes))
+    program = sizes.program
+    cache, used = program.cache, sizes.active_experts()
+    assert cache is not None and cache.slots is not None
+    gained = share * min(float(most), missed(sizes))
+    if not has_pool(program):
+        return gained * (1.0 - used / most_held(program))
+    lost = 0.0 if place == "exit" else most * hit_rate(program) * used / (cache.slots * len(tables_of(program)))
+    return max(0.0, gained - lost)
 
 
-def prefetched(program: Program, body: Body) -> tuple[int, float]:
-    """Experts that are prefetched for a layer of `body` at most, and the share of them that it needs."""
+def prefetched(program: Program, body: Body) -> tuple[int, float, str]:
+    """Experts that are prefetched for a layer of `body` at most, the share of them that it needs, and from where."""
     for other in program.bodies.values():
         for node in other.graph.nodes:
             if is_op(node) and op_of(node).name == "prefetch.start":
                 ahead = int(str(node.kwargs["ahead"]))
                 if any(layer + ahead in program.layers_of(body.name) for layer in program.layers_of(other.name)):
-                    share = precision(program, str(node.kwargs["by"]), place_of(other, node))
-                    return int(str(node.kwargs["most"])), share
-    return 0, 0.0
+                    place = place_of(other, node)
+                    return int(str(node.kwargs["most"])), precision(program, str(node.kwargs["by"]), place), place
+    return 0, 0.0, "exit"
 
 
 def place_of(body: Body, start: fx.Node) -> str:

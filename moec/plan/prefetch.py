@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from moec.cache_sizes import most_pinned, tables_of
+from moec.cache_sizes import has_pool, most_pinned, tables_of
 from moec.cost.cache import PLACES, copies, missed, precision, spared
 from moec.cost.exchange import copy_body
 from moec.cost.operations import node_cost
@@ -106,7 +106,7 @@ def plan_prefetch(program: Program, pair: Pair, start: Start) -> Prefetch:
     """Choose for the layers of one pair."""
     cache, model = program.cache, LayerModel.of(program, program.bodies[pair[1]])
     assert cache is not None and cache.slots is not None
-    room = min(cache.slots - most_pinned(program), math.ceil(model.misses))
+    room = min(_free_slots(program, model), math.ceil(model.misses))
     if room == 0:
         return Prefetch(None, "nothing is missed", model.misses)
     places = ("ffn",) if cache.prefetch == "history" else PLACES
@@ -115,7 +115,7 @@ def plan_prefetch(program: Program, pair: Pair, start: Start) -> Prefetch:
         return _unknown(model, room)
     known = {place: trial for place, trial in trials.items() if trial is not None}
     options = [
-        (Option(place, n), model.layer(n, precision(program, cache.prefetch, place), guess_us, window_us))
+        (Option(place, n), model.layer(n, precision(program, cache.prefetch, place), place, guess_us, window_us))
         for place, (guess_us, window_us) in known.items()
         for n in range(1, room + 1)
     ]
@@ -127,6 +127,16 @@ def plan_prefetch(program: Program, pair: Pair, start: Start) -> Prefetch:
     option, us = next((option, us) for option, us in options if us <= best * (1 + LEAST_GAIN))
     short = f"; shortened from {room} experts to {option.most}" if option.most < room else ""
     return Prefetch(replace(option, us=us), f"predicted gain {(plain - us) / plain:.1%}{short}", *figures)
+
+
+def _free_slots(program: Program, model: LayerModel) -> int:
+    """Slots that what is fetched ahead for a layer may have: its own, or of a pool those that a layer leaves."""
+    cache = program.cache
+    assert cache is not None and cache.slots is not None
+    free = cache.slots - most_pinned(program)
+    if not has_pool(program):
+        return free
+    return max(free, free * len(tables_of(program)) - math.ceil(model.sizes.active_experts()))
 
 
 def _unknown(model: LayerModel, room: int) -> Prefetch:
@@ -198,9 +208,11 @@ class LayerModel:
         wait = next(span.start for span in self.spans if op_of(span.node).name == "prefetch.wait")
         return (self.program.cache.ahead - 1) * self.layer_us + wait
 
-    def layer(self, most: int = 0, share: float = 0.0, guess_us: float = 0.0, window_us: float = 0.0) -> float:
+    def layer(
+        self, most: int = 0, share: float = 0.0, place: str = "exit", guess_us: float = 0.0, window_us: float = 0.0
+    ) -> float:
         """Microseconds of a layer in the long run, where `most` are prefetched and `share` of these are needed."""
-        right = spared(self.sizes, most, share)
+        right = spared(self.sizes, most, share, place)
         demanded = self.misses - right
         late = min(1.0, right) * max(0.0, self.copy_us(most) - window_us)
         return max(self.layer_us + guess_us + self.exposed_us(demanded) + late, self.copy_us(demanded + most))
@@ -224,7 +236,7 @@ def _against(model: LayerModel, by: str, plain: float, best: float) -> str:
     if displaces := _displaces(model):
         return displaces
     share = precision(model.program, by, "ffn")
-    if model.copy_us(model.misses - spared(model.sizes, 1, share) + 1) > plain * (1 - LEAST_GAIN):
+    if model.copy_us(model.misses - spared(model.sizes, 1, share, "ffn") + 1) > plain * (1 - LEAST_GAIN):
         wrong = f"{1 - share:.0%} of what {by} has fetched is not needed"
         return f"the copies themselves take the time: {many} are missed, and {wrong}"
     return f"the best prefetch gains {max(1 - best / plain, 0.0):.1%}, less than {LEAST_GAIN:.0%}"
@@ -233,7 +245,7 @@ def _against(model: LayerModel, by: str, plain: float, best: float) -> str:
 def _displaces(model: LayerModel) -> str:
     """Why no prefetch can spare much, where none can."""
     used, held = model.sizes.active_experts(), most_held(model.program)
-    if used <= MOST_USED * held:
+    if used <= MOST_USED * held or has_pool(model.program):
         return ""
     return f"a step uses {used:.1f} of {held} experts: what is fetched ahead takes the slots of others that it needs"
 

@@ -21,7 +21,9 @@ from moec.codegen.cpp import (
 )
 from moec.diagnostics import MoecError, fail
 from moec.ir.program import Program
+from moec.ir.slots import is_cached
 from moec.runtime.cpp_build import load
+from moec.runtime.experts.memory_lane import memory_library
 from moec.runtime.kernels.torch_moe import BUG
 
 _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -80,6 +82,9 @@ def notes(programs: Iterable[Program], device: str) -> list[str]:
     if device != "cpu":
         wanted = any(kernels_of(program) is not None for program in programs)
         return ["C++ kernels are for the CPU"] if wanted else []
+    programs = list(programs)
+    if any(is_cached(program) for program in programs):
+        memory_library()  # which no rank is to build either; a thread of Python's serves where there is none
     opened = [open_library(program) for program in programs]
     return list(dict.fromkeys(str(error) for error in opened if isinstance(error, MoecError)))
 

@@ -23,6 +23,7 @@ EVICTS = {
     "lru": "lru",
     "lfu": "lfu",
     "layer_lru": "layer_lru",
+    "sweep_lfu": "sweep_lfu",
     "least_stale": "least_stale",
     "trace": 'trace("FILE.npz")',
 }

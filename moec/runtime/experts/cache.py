@@ -11,7 +11,7 @@ Who is evicted follows from the order of these calls alone (`moec.cache.residenc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,8 +23,8 @@ from moec.cache.residency import Load, Residency, Use
 from moec.cache_sizes import SLOT_ALIGNMENT
 from moec.runtime.experts.copier import Copier
 from moec.runtime.experts.file import Contents, Key
-from moec.runtime.experts.lane import Transfer
 from moec.runtime.experts.tiers import NvmeTier
+from moec.runtime.experts.transfer import Transfer
 from moec.runtime.launch.status import Status
 from moec.runtime.weights_reader import TORCH_DTYPES
 
@@ -73,7 +73,7 @@ class ExpertCache:
         self.arena = torch.empty(residency.num_slots, stride, dtype=torch.uint8, device=device)
         self._moving: dict[int, Transfer] = {}  # slot -> the copy into it that nobody has waited for yet
         self._uses: dict[int, list[Use]] = {}
-        self._places: dict[tuple[int, int], Tensor] = {}  # (layer, slot) -> where a blob of the layer goes
+        self._places: list[dict[int, Tensor]] = [{} for _ in layers]  # layer -> slot -> where a blob of the layer goes
         self._experts = [frozenset(blobs.experts) for blobs in contents.layers]
         self._filled: dict[str, int] = {}
 
@@ -93,7 +93,7 @@ class ExpertCache:
             for expert in self.residency.resident(index):
                 slot = self.residency.slot_of(index, expert)
                 assert slot is not None
-                self._start(index, expert, slot, is_demand=True)
+                self._begin(index, [Load(expert, slot, None)], is_demand=True)
         for transfer in self._moving.values():
             transfer.wait()
             self._status.progressed()
@@ -112,8 +112,8 @@ class ExpertCache:
         else:
             guessed = most_rows_first(counts)
         held = self._experts[index]
-        for load in self.residency.prefetch(index, [expert for expert in guessed if expert in held], most):
-            self._begin(index, load)
+        mine = [expert for expert in guessed if expert in held]
+        self._begin(index, self.residency.prefetch(index, mine, most), is_demand=False)
 
     def demand(self, layer: int, experts: Sequence[int]) -> Sequence[Use]:
         """Claim a slot for each of `experts`. What is missing is on its way when this returns.
@@ -124,14 +124,12 @@ class ExpertCache:
         uses = self._uses[layer] = self.residency.demand(index, experts)
         if not self._is_copied(uses):
             return uses
-        taken: set[int] = set()
-        for use in uses:
-            if use.is_loaded and use.slot not in taken:
-                self._begin(index, use)
-            elif not use.is_loaded and not self._is_there(use):
+        begun, _ = _one_of_each_slot(uses)
+        for use in begun:
+            if not (use.is_loaded or self._is_there(use)):
                 self.arrivals.late += 1
                 self._moving[use.slot].promote()
-            taken.add(use.slot)
+        self._begin(index, [use for use in begun if use.is_loaded], is_demand=True)
         return uses
 
     def serve(self, layer: int) -> Iterator[Sequence[Use]]:
@@ -142,21 +140,27 @@ class ExpertCache:
         Raises:
             MoecError: an expert could not be read.
         """
-        index, waiting = self._index[layer], self._uses.pop(layer)
-        if waiting and not self._is_copied(waiting):
-            yield waiting
-            return
-        while waiting:
-            begun = self._first_of_each_slot(waiting)
+        left = self._uses.pop(layer)
+        if left and not self._is_copied(left):
+            yield left
+        else:
+            yield from self._as_they_come(self._index[layer], left)
+        self.residency.served()
+
+    def _as_they_come(self, index: int, left: Sequence[Use]) -> Iterator[Sequence[Use]]:
+        begun, later = _one_of_each_slot(left)
+        while begun:
             ready = [use for use in begun if self._is_there(use)] or begun[:1]
             for use in ready:
                 if (transfer := self._moving.pop(use.slot, None)) is not None:
                     self._wait(transfer)
             yield ready
-            waiting = [use for use in waiting if use not in ready]
-            for use in self._first_of_each_slot(waiting):
-                if use.is_loaded and use not in begun:
-                    self._begin(index, use)
+            served = {use.slot for use in ready}
+            begun = [use for use in begun if use.slot not in served]
+            if later:
+                begun_now, later = _one_of_each_slot(later, but={use.slot for use in begun})
+                self._begin(index, begun_now, is_demand=True)
+                begun = [*begun, *begun_now]
 
     def _is_copied(self, uses: Sequence[Use]) -> bool:
         """Whether a copy into the slot of any of them is under way or to come. Loads are last among uses."""
@@ -189,25 +193,28 @@ class ExpertCache:
             if isinstance(lane.tier, NvmeTier):
                 lane.tier.close()
 
-    def _first_of_each_slot(self, uses: Sequence[Use]) -> list[Use]:
-        found: dict[int, Use] = {}
-        for use in uses:
-            found.setdefault(use.slot, use)
-        return list(found.values())
-
     def _is_there(self, use: Use) -> bool:
         transfer = self._moving.get(use.slot)
         return transfer is None or transfer.is_done
 
-    def _begin(self, index: int, load: Use | Load) -> None:
-        self._start(index, load.expert, load.slot, is_demand=isinstance(load, Use))
+    def _begin(self, index: int, loads: Sequence[Use | Load], is_demand: bool) -> None:
+        """Copy experts into their slots. A guess that was still on its way there is not wanted any more."""
+        moving, places = self._moving, self._places[index]
+        for load in loads:
+            slot = load.slot
+            if (before := moving.pop(slot, None)) is not None:
+                before.cancel()
+            if (into := places.get(slot)) is None:
+                into = places[slot] = self.arena[slot, : self.contents.blob_bytes(index)]
+            transfer = moving[slot] = self.copier.start((index, load.expert), into, is_demand)
+            if self.copies is not None:
+                self.copies.append(Copy(self._layers[index], load.expert, self._status.phase, is_demand, transfer))
 
-    def _start(self, index: int, expert: int, slot: int, is_demand: bool) -> None:
-        """Copy an expert into a slot. A guess that was still on its way there is not wanted any more."""
-        if (before := self._moving.pop(slot, None)) is not None:
-            before.cancel()
-        if (into := self._places.get((index, slot))) is None:
-            into = self._places[index, slot] = self.arena[slot, : self.contents.blob_bytes(index)]
-        transfer = self._moving[slot] = self.copier.start((index, expert), into, is_demand)
-        if self.copies is not None:
-            self.copies.append(Copy(self._layers[index], expert, self._status.phase, is_demand, transfer))
+
+def _one_of_each_slot(uses: Sequence[Use], but: Collection[int] = ()) -> tuple[Sequence[Use], Sequence[Use]]:
+    """The first use of each slot, of slots not in `but`, and the uses left over."""
+    if not but and len({use.slot for use in uses}) == len(uses):
+        return uses, ()
+    first: dict[int, Use] = {}
+    rest = [use for use in uses if use.slot in but or first.setdefault(use.slot, use) is not use]
+    return list(first.values()), rest

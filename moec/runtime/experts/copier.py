@@ -16,22 +16,24 @@ from types import TracebackType
 from torch import Tensor
 
 from moec.runtime.experts.file import Key
-from moec.runtime.experts.lane import Lane, State, Transfer
+from moec.runtime.experts.memory_lane import MemoryLane, memory_library
 from moec.runtime.experts.pace import Clock, SystemClock
-from moec.runtime.experts.tiers import Tier
+from moec.runtime.experts.thread_lane import ThreadLane
+from moec.runtime.experts.tiers import HostTier, Tier
+from moec.runtime.experts.transfer import Lane, State, Transfer
 
 
 class Copier:
     """Takes each expert from the first of its tiers that has it. Called from one thread."""
 
     def __init__(self, tiers: Sequence[Tier], clock: Clock | None = None) -> None:
-        """`tiers`: fastest first."""
+        """`tiers`: fastest first. `clock`: another one than the machine's."""
         self.lanes: list[Lane] = []
-        self._clock = clock or SystemClock()
         self._last: dict[int, Transfer] = {}
+        self._found: dict[Key, tuple[Lane, int]] = {}  # an expert's lane and bytes
         try:
             for tier in tiers:
-                self.lanes.append(Lane(tier, self._clock))
+                self.lanes.append(_open_lane(tier, clock))
         except BaseException:  # no more threads, say
             self.close()
             raise
@@ -50,19 +52,32 @@ class Copier:
         On a CUDA device the slot is written after what its current stream has been given so far, which may still read
         the expert that was there.
         """
-        asked_at, slot = self._clock.now(), into.data_ptr()
+        slot = into.data_ptr()
         before = self._last.get(slot)
         if before is not None and before.state is State.PENDING:
             raise AssertionError(f"the slot for {key} is still being filled with {before.key}")
+        lane, size = self._found.get(key) or self._find(key)
+        if size != into.numel():
+            raise AssertionError(f"the slot for {key} has {into.numel()} bytes, the expert {size}")
+        transfer = self._last[slot] = lane.start(key, into, is_demand)
+        return transfer
+
+    def _find(self, key: Key) -> tuple[Lane, int]:
         for lane in self.lanes:
             if (size := lane.tier.bytes_of(key)) is not None:
-                if size != into.numel():
-                    raise AssertionError(f"the slot for {key} has {into.numel()} bytes, the expert {size}")
-                transfer = self._last[slot] = lane.start(Transfer(lane, key, into, is_demand, asked_at))
-                return transfer
+                found = self._found[key] = lane, size
+                return found
         raise AssertionError(f"no tier has the expert {key}")
 
     def close(self) -> None:
         """Stop what is under way, after the piece being copied, and end the threads."""
         for lane in self.lanes:
             lane.close()
+
+
+def _open_lane(tier: Tier, clock: Clock | None) -> Lane:
+    if isinstance(tier, HostTier) and not tier.is_pinned and clock is None:
+        library = memory_library()
+        if library is not None:
+            return MemoryLane(tier, library)
+    return ThreadLane(tier, clock or SystemClock())

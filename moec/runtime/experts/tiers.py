@@ -7,7 +7,7 @@ two. What it has handed out counts only once it ends without an error.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -75,7 +75,7 @@ class HostTier:
         Raises:
             MoecError: E0644, there is not so much memory; what `read` raises.
         """
-        self.rate = rate
+        self.rate, self.is_pinned = rate, is_pinned
         sizes = {key: contents.blob_bytes(key[0]) for key in keys}
         total = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes.values())
         try:
@@ -95,6 +95,11 @@ class HostTier:
     def bytes_of(self, key: Key) -> int | None:
         blob = self._blobs.get(key)
         return None if blob is None else blob.numel()
+
+    @property
+    def blobs(self) -> Mapping[Key, Tensor]:
+        """Experts, uint8 [blob bytes]."""
+        return self._blobs
 
     def pieces(self, key: Key, into: Tensor) -> Iterator[int]:
         blob = self._blobs[key]

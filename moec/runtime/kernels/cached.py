@@ -106,18 +106,16 @@ def cached_experts(
     sizes, number = [end - first for _, first, end in ranges], {held[m]: i for i, (m, _, _) in enumerate(ranges)}
     wide_XG, out_XD = rows_XD.new_empty(num_rows, gate_up_CGD.shape[1]), torch.empty_like(rows_XD)
     rows, wide, out = (x.split_with_sizes(sizes) for x in (rows_XD, wide_XG, out_XD))
-    act: Sequence[Tensor] = ()
+    act_XI = rows_XD.new_empty(num_rows, down_CDI.shape[2])
+    act = act_XI.split_with_sizes(sizes)
     gate_up, down = _matrices(ctx, gate_up_CGD), _matrices(ctx, down_CDI)
     for uses in ctx.cache.serve(ctx.layer):
         mine = [(number[use.expert], use.slot) for use in uses]
         for i, slot in mine:
             torch.mm(rows[i], gate_up(slot), out=wide[i])
-        if len(mine) == len(sizes):
-            act = _activated(wide_XG).split_with_sizes(sizes)
-        else:
-            act = act or rows_XD.new_empty(num_rows, down_CDI.shape[2]).split_with_sizes(sizes)
-            for i, _ in mine:
-                act[i].copy_(_activated(wide[i]))
+        first, end = min(mine)[0], max(mine)[0]
+        span = slice(ranges[first][1], ranges[end][2])
+        _activate(wide_XG[span], act_XI[span])  # rows of others between them too: they are written again, or were so
         for i, slot in mine:
             torch.mm(act[i], down(slot), out=out[i])
     return out_XD
@@ -138,6 +136,11 @@ def _cached_fp8(
 def _activated(wide_XG: Tensor) -> Tensor:
     gate_XI, up_XI = wide_XG.chunk(2, dim=-1)
     return F.silu(gate_XI).mul_(up_XI)
+
+
+def _activate(wide_XG: Tensor, into_XI: Tensor) -> None:
+    gate_XI, up_XI = wide_XG.chunk(2, dim=-1)
+    torch.mul(F.silu(gate_XI), up_XI, out=into_XI)
 
 
 def served(

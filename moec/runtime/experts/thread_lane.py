@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from enum import Enum, auto
 
 import torch
 from torch import Tensor
@@ -24,21 +23,13 @@ from torch import Tensor
 from moec.runtime.experts.file import Key
 from moec.runtime.experts.pace import LINK_PIECE_BYTES, Clock, Link, Load
 from moec.runtime.experts.tiers import Tier
+from moec.runtime.experts.transfer import State
 
 
-class State(Enum):
-    """PENDING until its last piece is there (WHOLE), an error ends it (FAILED), or nobody wants it (DROPPED)."""
+class ThreadTransfer:
+    """A `Transfer`."""
 
-    PENDING = auto()
-    WHOLE = auto()
-    FAILED = auto()
-    DROPPED = auto()
-
-
-class Transfer:
-    """One expert on its way into a slot. For the thread that started it."""
-
-    def __init__(self, lane: Lane, key: Key, into: Tensor, is_demand: bool, asked_at: float) -> None:
+    def __init__(self, lane: ThreadLane, key: Key, into: Tensor, is_demand: bool, asked_at: float) -> None:
         self.key, self.into, self.is_demand = key, into, is_demand
         self.state = State.PENDING
         self.error: BaseException | None = None
@@ -52,7 +43,6 @@ class Transfer:
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` has nothing to wait for: all is there, or so little is missing that it is left to `wait`."""
         if self.state is State.PENDING and self._lane.is_awake:
             return False
         if self._link is None or self.state in (State.FAILED, State.DROPPED):
@@ -61,12 +51,10 @@ class Transfer:
 
     @property
     def times(self) -> tuple[float, float] | None:
-        """From when to when it was brought, in seconds of its lane's clock; None where it is not whole."""
         began, ended = (self.load.began_at, self.load.due) if self._link is not None else (self.began_at, self.ended_at)
         return None if self.state is not State.WHOLE or began is None or ended is None else (began, ended)
 
     def wait(self) -> None:
-        """Return once the slot holds the expert. Raises what went wrong. What is waited for is a demand."""
         self.promote()
         self._lane.wait(self)
         if self.error is not None:
@@ -77,7 +65,6 @@ class Transfer:
             self._clock.wait_until(self._link.due(self.load))
 
     def promote(self) -> None:
-        """Make a prefetch a demand, behind those there are."""
         if self.is_demand or self.state is State.DROPPED:
             return
         self._lane.promote(self)
@@ -85,10 +72,6 @@ class Transfer:
             self._link.promote(self.load, self._clock.now())
 
     def cancel(self) -> bool:
-        """Stop it, after the piece that is under way. Whether it was stopped: False when the slot holds it whole.
-
-        Either way nothing of it is written once this has returned.
-        """
         if self._link is not None and self.state is not State.DROPPED:
             now = self._clock.now()
             if not self._link.is_there(self.load, now):
@@ -97,19 +80,16 @@ class Transfer:
         return self._lane.cancel(self, is_due=True)
 
 
-class Lane:
-    """The thread of one tier, and the two queues it serves.
-
-    `num_transfers` and `num_bytes` count what was brought whole. `is_awake`: the thread is going through the queues.
-    """
+class ThreadLane:
+    """A `Lane` of any tier. `is_awake`: the thread is going through the queues."""
 
     def __init__(self, tier: Tier, clock: Clock) -> None:
         self.tier, self.clock = tier, clock
         self.link = None if tier.rate is None else Link(tier.rate, LINK_PIECE_BYTES)
         self.num_transfers = self.num_bytes = 0
-        self._demands: deque[Transfer] = deque()
-        self._prefetches: deque[Transfer] = deque()
-        self._under_way: Transfer | None = None
+        self._demands: deque[ThreadTransfer] = deque()
+        self._prefetches: deque[ThreadTransfer] = deque()
+        self._under_way: ThreadTransfer | None = None
         self._backlog = 0
         self.is_awake = self._is_closed = False
         lock = threading.Lock()
@@ -118,8 +98,8 @@ class Lane:
         self._thread = threading.Thread(target=self._run, name=f"experts-{tier.name}", daemon=True)
         self._thread.start()
 
-    def start(self, transfer: Transfer) -> Transfer:
-        """Queue a transfer."""
+    def start(self, key: Key, into: Tensor, is_demand: bool) -> ThreadTransfer:
+        transfer = ThreadTransfer(self, key, into, is_demand, self.clock.now())
         with self._work:
             if self._is_closed:
                 raise AssertionError("the copier is closed")
@@ -132,12 +112,12 @@ class Lane:
             self.link.ask(transfer.load)
         return transfer
 
-    def wait(self, transfer: Transfer) -> None:
+    def wait(self, transfer: ThreadTransfer) -> None:
         """Return once `transfer` has ended, in whatever way."""
         while self._is_left(transfer):
             self._advance(transfer)
 
-    def _is_left(self, transfer: Transfer) -> bool:
+    def _is_left(self, transfer: ThreadTransfer) -> bool:
         """Wait until `transfer` has ended (False), or its next piece is the caller's to copy."""
         with self._ended:
             while transfer.state is State.PENDING and self._under_way is not None:
@@ -146,14 +126,14 @@ class Lane:
                 self._under_way = transfer
             return transfer.state is State.PENDING
 
-    def promote(self, transfer: Transfer) -> None:
+    def promote(self, transfer: ThreadTransfer) -> None:
         with self._ended:
             if transfer.state is State.PENDING:
                 self._prefetches.remove(transfer)
                 self._demands.append(transfer)
             transfer.is_demand = True
 
-    def cancel(self, transfer: Transfer, is_due: bool) -> bool:
+    def cancel(self, transfer: ThreadTransfer, is_due: bool) -> bool:
         """Whether `transfer` is stopped. `is_due`: its link has brought it."""
         with self._ended:
             if transfer.state is State.PENDING:
@@ -165,7 +145,6 @@ class Lane:
         return transfer.state is not State.WHOLE
 
     def close(self) -> None:
-        """Drop what is pending and end the thread, after the piece that is under way."""
         with self._work:
             self._is_closed = True
             for transfer in [*self._demands, *self._prefetches]:
@@ -173,10 +152,10 @@ class Lane:
             self._work.notify()
         self._thread.join()
 
-    def _queue(self, transfer: Transfer) -> deque[Transfer]:
+    def _queue(self, transfer: ThreadTransfer) -> deque[ThreadTransfer]:
         return self._demands if transfer.is_demand else self._prefetches
 
-    def _end(self, transfer: Transfer, state: State) -> None:
+    def _end(self, transfer: ThreadTransfer, state: State) -> None:
         """Take it off its queue. With the lock held."""
         self._queue(transfer).remove(transfer)
         self._backlog -= transfer.into.numel()
@@ -188,7 +167,7 @@ class Lane:
             self._advance(transfer)
             del transfer
 
-    def _next(self) -> Transfer | None:
+    def _next(self) -> ThreadTransfer | None:
         """The transfer that is the thread's to go on with; None once the lane is closed."""
         with self._work:
             while not (self._is_closed or self._has_turn()):
@@ -203,7 +182,7 @@ class Lane:
             self.is_awake = False
         return self.is_awake and self._under_way is None
 
-    def _advance(self, transfer: Transfer) -> None:
+    def _advance(self, transfer: ThreadTransfer) -> None:
         """Copy the piece that is under way."""
         if transfer.began_at is None:
             transfer.began_at = self.clock.now()
@@ -227,7 +206,7 @@ class Lane:
                 self._work.notify()  # it may have waited for another thread's piece
 
     @torch.inference_mode()  # or tensors made in that mode could not be written by this thread
-    def _copy_piece(self, transfer: Transfer) -> bool:
+    def _copy_piece(self, transfer: ThreadTransfer) -> bool:
         """Copy one piece; whether it was the last one. The device has finished with the piece as well."""
         if transfer.after is None:
             return next(transfer.pieces, None) is None

@@ -1,0 +1,255 @@
+// Copies experts from one place in memory to another, on a thread that needs no lock of Python's.
+//
+// The thread takes the first demand, else the first prefetch, copies one piece of it, and chooses anew. Where the lane
+// keeps to a pace, it takes up a piece when the link is free: the link is busy with each piece for as long as the pace
+// has it, and a transfer may be used once its last piece is due. Times are seconds of the machine's monotonic clock.
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#ifdef __linux__
+#include <sys/prctl.h>
+#endif
+
+using Clock = std::chrono::steady_clock;
+
+
+enum State : int32_t { PENDING, WHOLE, DROPPED };
+
+// One expert on its way, in memory of who asked for it, who keeps it until it is WHOLE or DROPPED or the lane closed.
+struct Transfer {
+    const char* from;
+    char* into;
+    int64_t size, left;
+    double asked_at, began_at, due;
+    int32_t is_demand;
+    State state;
+};
+
+// Turns of waiting for another thread before the processor is offered to others.
+static const int SPINS = 1000;
+// For so long a thread with nothing to copy looks out for more before it sleeps: to wake it takes who asks 20 us.
+static const double LOOKOUT = 200e-6;
+// How late a sharp sleep ends, but for one in ten.
+static const double MARGIN = 40e-6;
+
+static double now() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
+
+static Clock::time_point moment(double seconds) {
+    return Clock::time_point(std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
+}
+
+// Have the kernel end this thread's sleeps on time, not up to 50 us later to save power.
+static void sharpen_sleeps() {
+#ifdef __linux__
+    static thread_local const int done = prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0);
+    (void)done;
+#endif
+}
+
+static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+// A mutex is held for less time here than it takes to sleep and be woken.
+struct Lock : std::unique_lock<std::mutex> {
+    explicit Lock(std::mutex& mutex) : std::unique_lock<std::mutex>(mutex, std::defer_lock) { again(); }
+
+    void again() {
+        for (int turns = 0; !try_lock(); turns++)
+            turns < SPINS ? pause() : std::this_thread::yield();
+    }
+};
+
+class Lane {
+    std::mutex mutex;
+    std::condition_variable work, ended;
+    std::deque<Transfer*> demands, prefetches;
+    Transfer* under_way = nullptr;
+    bool is_asleep = false, is_closed = false;
+    std::atomic<int64_t> num_asked{0};
+    double free_at = 0;
+    int64_t num_bytes = 0;
+    const double bandwidth, latency;  // bytes per second, 0: as fast as it goes; seconds before a transfer's first byte
+    const int64_t piece_bytes;
+    std::thread thread;
+
+    static bool is_pending(const Transfer& transfer) {
+        return __atomic_load_n(&transfer.state, __ATOMIC_ACQUIRE) == PENDING;
+    }
+
+    std::deque<Transfer*>& queue_of(const Transfer& transfer) { return transfer.is_demand ? demands : prefetches; }
+
+    void leave_queue(Transfer& transfer) {
+        std::deque<Transfer*>& queue = queue_of(transfer);
+        queue.erase(std::find(queue.begin(), queue.end(), &transfer));
+    }
+
+    double seconds_of(const Transfer& transfer, int64_t bytes) const {
+        return bandwidth > 0 ? bytes / bandwidth + (transfer.began_at < 0 ? latency : 0) : 0;
+    }
+
+    void run() {
+        sharpen_sleeps();
+        Lock lock(mutex);
+        while (!is_closed) {
+            if (demands.empty() && prefetches.empty()) {
+                rest(lock);
+            } else if (free_at > now()) {
+                work.wait_until(lock, moment(free_at));
+            } else {
+                copy_piece(*(demands.empty() ? prefetches : demands).front(), lock);
+            }
+        }
+    }
+
+    void rest(Lock& lock) {
+        const int64_t seen = num_asked.load();
+        lock.unlock();
+        for (const double until = now() + LOOKOUT; num_asked.load() == seen && now() < until;) std::this_thread::yield();
+        lock.again();
+        is_asleep = num_asked.load() == seen && !is_closed;
+        while (is_asleep) work.wait(lock);
+    }
+
+    void copy_piece(Transfer& transfer, Lock& lock) {
+        const int64_t bytes = std::min(transfer.left, piece_bytes);
+        const double begin = bandwidth > 0 ? std::max(free_at, transfer.asked_at) : now();
+        const double seconds = seconds_of(transfer, bytes);
+        if (transfer.began_at < 0) transfer.began_at = begin;
+        under_way = &transfer;
+        lock.unlock();
+        std::memcpy(transfer.into, transfer.from, bytes);
+        lock.again();
+        under_way = nullptr;
+        transfer.from += bytes, transfer.into += bytes, transfer.left -= bytes;
+        transfer.due = bandwidth > 0 ? free_at = begin + seconds : now();
+        if (transfer.state == PENDING && transfer.left == 0) {
+            leave_queue(transfer);
+            num_bytes += transfer.size;
+            __atomic_store_n(&transfer.state, WHOLE, __ATOMIC_RELEASE);
+        }
+        if (transfer.state != PENDING) ended.notify_all();
+    }
+
+    // When `transfer` will be there if nothing more is asked for, by the pace.
+    double expected(const Transfer& transfer) const {
+        double due = std::max(free_at, transfer.asked_at);
+        for (const Transfer* before : demands) {
+            due += seconds_of(*before, before->left);
+            if (before == &transfer) break;
+        }
+        return due;
+    }
+
+  public:
+    Lane(double bandwidth, double latency, int64_t piece_bytes)
+        : bandwidth(bandwidth), latency(latency), piece_bytes(piece_bytes), thread([this] { run(); }) {}
+
+    ~Lane() {
+        {
+            Lock lock(mutex);
+            is_closed = true, is_asleep = false;
+            num_asked++;
+            for (const auto* queue : {&demands, &prefetches})
+                for (Transfer* transfer : *queue) transfer->state = DROPPED;
+        }
+        work.notify_one();
+        thread.join();
+    }
+
+    void start(Transfer& transfer) {
+        Lock lock(mutex);
+        transfer.asked_at = now();
+        queue_of(transfer).push_back(&transfer);
+        num_asked++;
+        const bool must_wake = is_asleep;
+        is_asleep = false;
+        lock.unlock();
+        if (must_wake) work.notify_one();
+    }
+
+    static bool is_there(const Transfer& transfer) {
+        return __atomic_load_n(&transfer.state, __ATOMIC_ACQUIRE) == WHOLE && transfer.due <= now();
+    }
+
+    // Whether a demand is there, after `patience` seconds at most. Sleeps until shortly before, then looks at the clock: a
+    // sleep is late by a fifth of a short transfer.
+    bool wait(const Transfer& transfer, double patience) {
+        sharpen_sleeps();
+        const double until = now() + patience;
+        Lock lock(mutex);
+        while (transfer.state == PENDING) {
+            const double due = expected(transfer) - MARGIN;
+            lock.unlock();
+            if (due > now()) std::this_thread::sleep_until(moment(std::min(due, until)));
+            while (is_pending(transfer) && now() < std::min(due + 2 * MARGIN, until)) pause();
+            lock.again();
+            if (now() >= until) break;
+            if (transfer.state == PENDING) ended.wait_until(lock, moment(until));
+        }
+        if (transfer.state != WHOLE) return false;
+        const double due = transfer.due;
+        lock.unlock();
+        if (due - MARGIN > now()) std::this_thread::sleep_until(moment(std::min(due - MARGIN, until)));
+        while (now() < std::min(due, until)) pause();
+        return now() >= due;
+    }
+
+    void promote(Transfer& transfer) {
+        Lock lock(mutex);
+        if (transfer.state == PENDING) {
+            leave_queue(transfer);
+            demands.push_back(&transfer);
+        }
+        transfer.is_demand = 1;
+    }
+
+    // Whether `transfer` was stopped before it was there. Nothing of it is written afterwards.
+    bool cancel(Transfer& transfer) {
+        Lock lock(mutex);
+        if (transfer.state == PENDING) {
+            leave_queue(transfer);
+            transfer.state = DROPPED;
+            ended.wait(lock, [&] { return under_way != &transfer; });
+        } else if (transfer.state == WHOLE && transfer.due > now()) {
+            transfer.state = DROPPED;
+        }
+        return transfer.state == DROPPED;
+    }
+
+    // Of what was brought whole.
+    int64_t bytes() {
+        Lock lock(mutex);
+        return num_bytes;
+    }
+};
+
+extern "C" {
+
+// None where no thread can be started.
+Lane* lane_open(double bandwidth, double latency, int64_t piece_bytes) {
+    try {
+        return new Lane(bandwidth, latency, piece_bytes);
+    } catch (const std::system_error&) {
+        return nullptr;
+    }
+}
+
+void lane_close(Lane* lane) { delete lane; }
+void lane_start(Lane* lane, Transfer* transfer) { lane->start(*transfer); }
+bool lane_is_there(const Transfer* transfer) { return Lane::is_there(*transfer); }
+bool lane_wait(Lane* lane, const Transfer* transfer, double patience) { return lane->wait(*transfer, patience); }
+void lane_promote(Lane* lane, Transfer* transfer) { lane->promote(*transfer); }
+bool lane_cancel(Lane* lane, Transfer* transfer) { return lane->cancel(*transfer); }
+int64_t lane_bytes(Lane* lane) { return lane->bytes(); }
+}

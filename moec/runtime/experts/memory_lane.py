@@ -1,0 +1,147 @@
+"""The lane of experts in host memory: its thread (`memory_lane.cpp`) copies without Python's lock.
+
+A thread of Python's takes turns with who computes at that lock: for a small expert (200 KB) this cost as much as the
+copy itself. Where there is no compiler, `moec.runtime.experts.thread_lane` copies instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from importlib.resources import files
+from typing import Any
+
+from torch import Tensor
+
+from moec.diagnostics import MoecError
+from moec.runtime.cpp_build import load
+from moec.runtime.experts.file import Key
+from moec.runtime.experts.pace import LINK_PIECE_BYTES
+from moec.runtime.experts.tiers import HostTier
+from moec.runtime.experts.transfer import State
+
+#: How long a wait goes on before Python may look for signals.
+_PATIENCE_SECONDS = 0.1
+_STATES = (State.PENDING, State.WHOLE, State.DROPPED)
+
+
+_P, _N, _F, _B = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_bool
+_SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "lane_open": ((_F, _F, _N), _P),
+    "lane_close": ((_P,), None),
+    "lane_start": ((_P, _P), None),
+    "lane_is_there": ((_P,), _B),
+    "lane_wait": ((_P, _P, _F), _B),
+    "lane_promote": ((_P, _P), None),
+    "lane_cancel": ((_P, _P), _B),
+    "lane_bytes": ((_P,), _N),
+}
+
+
+class _Record(ctypes.Structure):
+    """`Transfer` of memory_lane.cpp."""
+
+    _fields_ = (
+        ("source", ctypes.c_void_p),
+        ("into", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("left", ctypes.c_int64),
+        ("asked_at", ctypes.c_double),
+        ("began_at", ctypes.c_double),
+        ("due", ctypes.c_double),
+        ("is_demand", ctypes.c_int32),
+        ("state", ctypes.c_int32),
+    )
+
+
+class MemoryTransfer:
+    """A `Transfer`. Whoever starts it keeps it for as long as it is pending, since the lane's thread writes in it."""
+
+    __slots__ = ("_is_there", "_lane", "_record", "into", "key", "reference")
+
+    def __init__(self, lane: MemoryLane, key: Key, source: int, into: Tensor, slot: int, is_demand: bool) -> None:
+        size = into.numel()
+        self.key, self.into, self._lane, self._is_there = key, into, lane, False
+        self._record = _Record(source, slot, size, size, 0.0, -1.0, 0.0, is_demand, 0)
+        self.reference = ctypes.byref(self._record)
+
+    @property
+    def is_demand(self) -> bool:
+        return bool(self._record.is_demand)
+
+    @property
+    def state(self) -> State:
+        return _STATES[self._record.state]
+
+    @property
+    def is_done(self) -> bool:
+        if not self._is_there:
+            self._is_there = self._lane.library.lane_is_there(self.reference)
+        return self._is_there
+
+    @property
+    def times(self) -> tuple[float, float] | None:
+        return (self._record.began_at, self._record.due) if self.state is State.WHOLE else None
+
+    def wait(self) -> None:
+        if self.is_done:
+            return
+        self.promote()
+        while not self._lane.library.lane_wait(self._lane.handle, self.reference, _PATIENCE_SECONDS):
+            if self.state is State.DROPPED:
+                raise AssertionError(f"the transfer of {self.key} was cancelled")
+        self._is_there = True
+
+    def promote(self) -> None:
+        if not self._record.is_demand:
+            self._lane.library.lane_promote(self._lane.handle, self.reference)
+
+    def cancel(self) -> bool:
+        return not self._is_there and bool(self._lane.library.lane_cancel(self._lane.handle, self.reference))
+
+
+class MemoryLane:
+    """A `Lane` over experts in host memory, for slots in host memory."""
+
+    def __init__(self, tier: HostTier, library: ctypes.CDLL) -> None:
+        """Raises RuntimeError where no thread can be started."""
+        self.tier, self.library = tier, library
+        rate = (tier.rate.bandwidth, tier.rate.latency) if tier.rate is not None else (0.0, 0.0)
+        self.handle = library.lane_open(*rate, LINK_PIECE_BYTES)
+        if not self.handle:
+            raise RuntimeError("can't start new thread")
+        #: The last transfer into each slot: its memory must live while the thread may write there.
+        self._latest: dict[int, MemoryTransfer] = {}
+        self._sources = {key: blob.data_ptr() for key, blob in tier.blobs.items()}
+        self._end = weakref.finalize(self, library.lane_close, self.handle)
+        self._is_closed, self._num_bytes = False, 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes if self._is_closed else self.library.lane_bytes(self.handle)
+
+    def start(self, key: Key, into: Tensor, is_demand: bool) -> MemoryTransfer:
+        if self._is_closed:
+            raise AssertionError("the copier is closed")
+        slot = into.data_ptr()
+        transfer = self._latest[slot] = MemoryTransfer(self, key, self._sources[key], into, slot, is_demand)
+        self.library.lane_start(self.handle, transfer.reference)
+        return transfer
+
+    def close(self) -> None:
+        self._num_bytes, self._is_closed = self.num_bytes, True
+        self._end()
+
+
+@functools.cache
+def memory_library() -> ctypes.CDLL | None:
+    """The lane's code, built once; None where there is no compiler. It starts no thread, so ranks may be forked."""
+    try:
+        library = load(files("moec.runtime.experts").joinpath("memory_lane.cpp").read_text())
+    except MoecError:
+        return None
+    for name, (arguments, result) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, result
+    return library
