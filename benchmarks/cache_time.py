@@ -1,13 +1,16 @@
 """Time to first token and per token with experts behind emulated tiers, as ratios to all experts resident, in one run.
 
-    python benchmarks/cache_time.py MODEL_FOLDER TEXT_FILE... [--repeats N] [--tokens N] [--slower C] [--json FILE]
+    python benchmarks/cache_time.py MODEL_FOLDER TEXT_FILE... [--batch N] [--repeats N] [--tokens N] [--slower C]
+        [--json FILE]
 
 1. The resident model gives the time of a layer and a routing trace, which plans are costed with.
 2. The host tier's rate is such that copies of all the experts that a step needs of a layer take as long as the layer
    computes, or C times as long; the nvme tier has a quarter of it (2 GB/s and 500 MB/s in proportion). The plan's
    cluster is told that too.
-3. In each repetition every case runs the same prompts, one of each text at once, and greedy tokens behind them, case
-   after case. `warm` cases keep their cache from one to the next, `cold` ones start without any expert in a slot.
+3. In each repetition every case runs the same prompts, N at once taken from the texts by turns, and greedy tokens
+   behind them, case after case. `warm` cases keep their cache from one to the next, `cold` ones start without any
+   expert in a slot. `load, then compute` is what on demand is without overlap: a layer waits until all of its experts
+   are there (or as many as it has slots); elsewhere those that are there are computed while others come.
 
 `ttft` is the time of the prompts' step, `token` the mean time of the steps behind it. `copied / floor`: bytes that the
 prompts' step copied over those of each active expert that had no slot, once. One rank of one thread; every case gives
@@ -59,18 +62,25 @@ class Case:
     tier: str = "host"
     is_cold: bool = False
     prompt: int = PROMPT
+    evict: str = "lfu"
+    does_wait: bool = False
 
 
 GUESS = "next_router(ahead = 1)"
+PREFETCH, ON_DEMAND = "warm 25% prefetch", "warm 25% on demand"
+WAITS, SAME_WAITS = "warm 25% load, then compute", "the same by sweep_lfu"
 CASES = (
     Case("resident"),
-    Case("warm 50% prefetch", 0.5, GUESS),
+    Case("warm 50% prefetch", 0.5, GUESS, evict="sweep_lfu"),
     Case("warm 50% on demand", 0.5),
-    Case("warm 25% prefetch", 0.25, GUESS),
-    Case("warm 25% on demand", 0.25),
+    Case(PREFETCH, 0.25, GUESS, evict="sweep_lfu"),
+    Case(ON_DEMAND, 0.25),
+    Case(WAITS, 0.25, does_wait=True),
+    Case(SAME_WAITS, 0.25, evict="sweep_lfu", does_wait=True),
     Case("warm 25% nvme", 0.25, GUESS, "nvme"),
+    Case("cold 25% load, then compute", 0.25, is_cold=True, does_wait=True),
     Case("cold 25% on demand", 0.25, is_cold=True),
-    Case("cold 25% prefetch", 0.25, GUESS, is_cold=True),
+    Case("cold 25% prefetch", 0.25, GUESS, is_cold=True, evict="sweep_lfu"),
     Case("resident, long prompt", prompt=LONG_PROMPT),
     Case("streamed 50%, long prompt", 0.5, GUESS, prompt=LONG_PROMPT),
     Case("streamed 25%, long prompt", 0.25, GUESS, prompt=LONG_PROMPT),
@@ -110,7 +120,8 @@ def compile_case(folder: Path, work: Path, case: Case, batch: int, rates: Rates)
     if case.share < 1.0:
         rate = "" if rates.host is None else f", bandwidth = {_rate(case, rates.host):.3f} MB/s, latency = 5 us"
         where = "1 GiB per rank" if case.tier == "host" else f'"{work}"'
-        cache = f"hbm = share({case.share})  {case.tier} = tier({where}{rate})  evict = lfu  prefetch = {case.prefetch}"
+        tier, policy = f"{case.tier} = tier({where}{rate})", f"evict = {case.evict}  prefetch = {case.prefetch}"
+        cache = f"hbm = share({case.share})  {tier}  {policy}"
         text = text.replace("plan serve {", f"cache few {{ {cache} }}\nplan serve {{")
         text = text.replace("on ranks\n", "on ranks with few\n")
     source.write_text(text)
@@ -202,7 +213,10 @@ def run(folder: Path, work: Path, batches: list[Batch], num_tokens: int, rates: 
 
     def opened(case: Case, rank: Rank) -> Session:
         settings = CacheSettings(nvme=work, is_emulated=case.share < 1.0, is_cold=case.is_cold)
-        return open_session(artifacts[case], folder, rank, settings=settings)
+        session = open_session(artifacts[case], folder, rank, settings=settings)
+        if session.cache is not None and case.does_wait:
+            session.cache.next_of = lambda begun: begun  # type: ignore[method-assign]
+        return session
 
     def main(rank: Rank) -> dict[str, list[dict[str, float]]]:
         sessions = {case: opened(case, rank) for case in CASES if not case.is_cold}
@@ -236,8 +250,9 @@ def show(found: dict[str, list[Sample]]) -> None:
         columns = "".join(f"{ms:>10.2f}{ratio:>8.2f}" for ms, ratio in (_compared(rows, base, k) for k in TIMES))
         floor = sum(row.floor for row in rows)
         print(f"{case.name:<28}{columns}" + (f"{sum(row.copied for row in rows) / floor:>16.3f}" if floor else ""))
-    gain = _compared(found["warm 25% on demand"], found["warm 25% prefetch"], "token")[1]
-    print(f"at 25% a token with prefetch is {gain:.2f} times as fast as on demand")
+    for name in (WAITS, SAME_WAITS, ON_DEMAND):
+        gain = _compared(found[name], found[PREFETCH], "token")[1]
+        print(f"a token of `{PREFETCH}` is {gain:.2f} times as fast as of `{name}`")
 
 
 def _compared(rows: list[Sample], base: list[Sample], key: str) -> tuple[float, float]:
@@ -246,20 +261,32 @@ def _compared(rows: list[Sample], base: list[Sample], key: str) -> tuple[float, 
     return statistics.median(mine) * 1e3, statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
 
 
+def _cut(texts: list[list[int]], size: int, count: int) -> list[Batch] | None:
+    """`count` batches of `size` prompts, no token twice; None where the texts are too short."""
+    prompts = [
+        [text[at : at + LONG_PROMPT] for at in range(0, len(text) - LONG_PROMPT + 1, LONG_PROMPT)] for text in texts
+    ]
+    turns = -(-size // len(texts))
+    if min(map(len, prompts)) < turns * count:
+        return None
+    places = [(number % len(texts), number // len(texts)) for number in range(size)]
+    return [[prompts[text][turn * count + batch] for text, turn in places] for batch in range(count)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("texts", type=Path, nargs="+", help="a prompt of each runs in a step")
+    parser.add_argument("texts", type=Path, nargs="+")
+    parser.add_argument("--batch", type=int, help="prompts at once, by turns of each text: one of each if left out")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--slower", type=float, default=1.0, help="copies take so many times as long as the layer")
     parser.add_argument("--json", type=Path, help="write every sample into this file")
     options = parser.parse_args()
     texts = [Text(options.model).encode(path.read_text()) for path in options.texts]
-    cuts = [slice(i * LONG_PROMPT, (i + 1) * LONG_PROMPT) for i in range(options.repeats + 1)]
-    if cuts[-1].stop > min(map(len, texts)):
-        parser.error(f"a text has {min(map(len, texts))} tokens, {cuts[-1].stop} are needed")
-    batches = [[tokens[cut] for tokens in texts] for cut in cuts]
+    batches = _cut(texts, options.batch or len(texts), options.repeats + 1)
+    if batches is None:
+        parser.error(f"the texts are too short: {', '.join(str(len(text)) for text in texts)} tokens")
     short = [[prompt[:PROMPT] for prompt in batch] for batch in batches[:4]]
     with tempfile.TemporaryDirectory() as work:
         rates = settle_rates(options.model, Path(work), short, options.tokens, options.slower)

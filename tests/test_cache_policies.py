@@ -92,6 +92,44 @@ def test_a_few_recent_uses_outweigh_many_old_ones_and_not_for_long() -> None:
     assert residency.resident(0) == (3, 4)
 
 
+def worths(steps: list[tuple[set[int], ...]], at: int) -> dict[Key, float]:
+    """What every expert is worth to `sweep_lfu` after the look-up number `at`, from the first one on."""
+    visits = [(layer, experts) for step in steps for layer, experts in enumerate(step)][: at + 1]
+    now, found = visits[-1][0], {}
+    for layer in range(LAYERS):
+        own = [experts for of_layer, experts in visits if of_layer == layer]
+        distance = (layer - now - 1) % LAYERS + 1
+        for expert in range(EXPERTS):
+            uses = sum(0.9**age for age, experts in enumerate(reversed(own)) if expert in experts)
+            found[layer, expert] = uses / distance**0.5 * (1.5 if layer == 0 else 1)
+    return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(sweeps, st.integers(2, 4))
+def test_who_leaves_a_sweep_is_worth_least(steps: list[tuple[set[int], ...]], slots: int) -> None:
+    """No one who stays is worth less than one who leaves, but for those that the step itself uses."""
+    residency = Residency([range(EXPERTS)] * LAYERS, slots, policy_named("sweep_lfu", LAYERS, EXPERTS))
+    for at, (layer, experts) in enumerate([(at, e) for step in steps for at, e in enumerate(step)]):
+        gone = {use.evicted for use in residency.demand(layer, experts)} - {None}
+        worth, wanted = worths(steps, at), {(layer, expert) for expert in experts}
+        stayed = {(of, e) for of in range(LAYERS) for e in residency.resident(of)} - wanted
+        assert not gone & wanted
+        least = min((worth[key] for key in stayed), default=np.inf)
+        assert all(worth[key] <= least * (1 + 1e-9) for key in gone if key is not None)
+
+
+def test_a_sweep_forgets_at_the_same_pace_for_thousands_of_steps() -> None:
+    residency = Residency([range(4)], 2, policy_named("sweep_lfu", 1, 4))
+    for _ in range(3000):
+        residency.demand(0, [0])
+    residency.demand(0, [1])
+    for _ in range(30):  # 0.9 ** 30 of ten: less than one use
+        residency.demand(0, [1])
+    residency.demand(0, [2])
+    assert residency.resident(0) == (1, 2)
+
+
 def test_popularity_goes_by_the_trace_alone() -> None:
     residency = Residency([range(4)], 2, policy_named("trace", 1, 4, [[5, 1, 5, 9]]))
     told = [use for step in ([0], [1], [2], [3], [1], [1]) for use in residency.demand(0, step)]

@@ -30,6 +30,8 @@ CASES = (
     ("ep=2", 3, "lru", "next_router(ahead = 2)", FEW),
     ("ep=3", 2, "trace", "next_router(ahead = 1)", FEW),
     ("ep=3", 3, "least_stale", "history", FEW),
+    (None, 4, "sweep_lfu", "next_router(ahead = 1)", FEW),
+    ("ep=2", 2, "sweep_lfu", "history", FEW),
     ("ep=2", 2, "lfu", "none", ()),  # steps that want more experts than there are slots
     ("ep=4", 1, "layer_lru", "none", ()),
 )

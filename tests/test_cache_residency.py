@@ -56,7 +56,11 @@ def test_the_faulty_sequence_with_guesses_that_are_always_wrong(name: str) -> No
 
 
 operations = st.lists(
-    st.tuples(st.booleans(), st.integers(0, 2), st.lists(st.integers(0, 6), max_size=7)), min_size=1, max_size=40
+    st.tuples(
+        st.sampled_from(("demand", "served", "prefetch")), st.integers(0, 2), st.lists(st.integers(0, 6), max_size=7)
+    ),
+    min_size=1,
+    max_size=40,
 )
 
 
@@ -64,17 +68,19 @@ operations = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(operations, st.integers(1, 4), st.sets(st.tuples(st.integers(0, 2), st.integers(0, 6)), max_size=3), st.data())
 def test_whatever_is_asked_no_slot_is_lost_or_shared(
-    name: str, steps: list[tuple[bool, int, list[int]]], slots: int, pinned: set[tuple[int, int]], data: Any
+    name: str, steps: list[tuple[str, int, list[int]]], slots: int, pinned: set[tuple[int, int]], data: Any
 ) -> None:
-    look_ups = [(layer, experts) for is_demand, layer, experts in steps if is_demand]
+    look_ups = [(layer, experts) for what, layer, experts in steps if what == "demand"]
     held = [range(7)] * 3
     policy = policy_of(name, 3, 7, look_ups)
     slots = max(slots, least_slots(held, policy.scope, pinned))
     checked = Checked(Residency(held, slots, policy, pinned), 3, slots, pinned)
     checked.fill(data.draw(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 6)), max_size=8)))
-    for is_demand, layer, experts in steps:
-        if is_demand:
+    for what, layer, experts in steps:
+        if what == "demand":
             checked.demand(layer, experts)
+        elif what == "served":
+            checked.served()
         else:
             checked.prefetch(layer, experts)
         checked.agrees()
@@ -115,6 +121,14 @@ def test_a_guess_takes_no_slot_from_the_step_or_from_better_guesses() -> None:
     assert residency.prefetch(0, [4, 0, 5, 6]) == [Load(4, 1, (0, 1))]
     assert residency.counters[0].skipped == 2
     assert residency.prefetch(0, [7]) == [Load(7, 0, (0, 0))]
+
+
+def test_a_guess_takes_the_slots_of_a_step_once_it_is_served() -> None:
+    residency = residency_of("layer_lru", 8, 2)
+    residency.demand(0, [0, 1])
+    assert residency.prefetch(0, [4]) == []
+    residency.served()
+    assert residency.prefetch(0, [4, 5]) == [Load(4, 0, (0, 0)), Load(5, 1, (0, 1))]
 
 
 def test_no_more_guesses_are_fetched_than_allowed() -> None:

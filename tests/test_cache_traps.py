@@ -135,7 +135,9 @@ def _wrong(counts: Sequence[int]) -> list[int]:
 
 @pytest.mark.usefixtures("poisoned", "audited")
 @pytest.mark.parametrize(
-    ("evict", "slots"), [("lru", 2), ("layer_lru", 2), ("least_stale", 5)], ids=lambda value: str(value)
+    ("evict", "slots"),
+    [("lru", 2), ("layer_lru", 2), ("least_stale", 5), ("sweep_lfu", 5)],
+    ids=lambda value: str(value),
 )
 def test_guesses_that_are_always_wrong_cost_time_only(
     model: tuple[Path, list[list[int]]],

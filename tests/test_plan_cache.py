@@ -20,7 +20,7 @@ from moec.cache.simulate import policy_for, simulate
 from moec.cache_sizes import SLOT_ALIGNMENT, least_count
 from moec.cli.app import app
 from moec.compiler import compile
-from moec.cost.cache import PLACES, demanded, missed, place_of, precision, recall
+from moec.cost.cache import PLACES, demanded, missed, place_of, precision, recall, spared
 from moec.cost.sizes import sizes_of
 from moec.diagnostics import CompileError, MoecError
 from moec.explain.page import explain_plan
@@ -168,7 +168,7 @@ def test_the_least_slots_are_those_of_the_run_time(evict: str, pinned: tuple[int
     made = plan([moe(16)] * 3, dp=2, ep=2, cache=few(16, evict=evict, pinned=pinned))
     program = compiled(made, "fuse-gate-up")
     least = least_count(program)
-    scope = "rank" if evict in ("lru", "least_stale") else "layer"
+    scope = "rank" if evict in ("lru", "sweep_lfu", "least_stale") else "layer"
     ranks = program.placements["routed"].slots
     keys = [[(layer, e) for layer in range(3) for e in pinned if e in held] for held in ranks]
     assert least == max(least_slots([held] * 3, scope, mine) for held, mine in zip(ranks, keys, strict=True))
@@ -216,7 +216,7 @@ def test_random_routing_hits_as_often_as_there_are_slots(tmp_path: Path) -> None
     assert phases["decode"]["bytes_per_token"] == {"host": round(3 * 1.5 * 3 * 512 * 256 * 4)}
 
 
-@pytest.mark.parametrize("evict", ["lru", "layer_lru", "lfu", "least_stale"])
+@pytest.mark.parametrize("evict", ["lru", "layer_lru", "lfu", "sweep_lfu", "least_stale"])
 def test_hits_of_a_traced_plan_are_those_of_its_own_policy(evict: str, tmp_path: Path) -> None:
     """4 tokens a step; 2 ranks with 8 experts each. The trace alone says what a rank will find."""
     ids = skewed_ids(400)
@@ -226,7 +226,7 @@ def test_hits_of_a_traced_plan_are_those_of_its_own_policy(evict: str, tmp_path:
     hits = lookups = 0
     for held in (range(8), range(8, 16)):
         ranks = [tuple(held)] * 3
-        warm = [(layer, expert) for layer in range(3) for expert in held]
+        warm = [(layer, expert) for expert in held for layer in range(3)]
         outcome = simulate(steps, policy_for(evict, steps, ranks), 3, ranks, (), warm)
         hits, lookups = hits + outcome.hits, lookups + outcome.lookups
     assert phases["decode"]["hit_rate"] == round(hits / lookups, 4) and phases["decode"]["is_traced"]
@@ -332,6 +332,29 @@ def test_an_exchange_under_overlap_keeps_a_cached_layer_whole(tmp_path: Path) ->
     document = compile(source(tmp_path, f"hbm = slots(2)  {HOST}", ep=2, tokens=4096, phase="overlap = auto")).document
     overlap = document["phases"]["prefill"]["exchanges"]["overlap"]
     assert set(overlap["by_chunks"]) == {"1"}
+
+
+@pytest.mark.parametrize(("evict", "most", "of"), [("layer_lru", 4, 4), ("sweep_lfu", 6, 8)])
+def test_a_pool_of_all_layers_has_room_for_more_guesses(evict: str, most: int, of: int, tmp_path: Path) -> None:
+    """8 tokens use 10.5 of 16 experts and miss 7.9 of them. A layer has 4 slots; of 8 x 4 it leaves the others 21."""
+    layers = "layers 0..7 { grouped moe(ranked, routed) }"
+    cache = f"hbm = slots(4)  {HOST.replace('31.4', '40')}  evict = {evict}  {AHEAD}"
+    (found,) = decisions(tmp_path, cache, "prefill", layers=layers, tokens=8, heads=32)
+    shortened = f"; shortened from {of} experts to {most}" if most < of else ""
+    assert found["chosen"]["most"] == most
+    assert found["reason"].startswith("predicted gain ") and found["reason"].endswith("%" + shortened)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_guess_in_a_pool_keeps_slots_from_others_until_its_layer(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a layer's experts nothing is lost; before them as many hits as `most` of the pool's slots have."""
+    made = plan([moe(64, top=1)] * 3, cache=few(8, "next_router", evict="sweep_lfu"))
+    program = program_of(made, "decode")
+    program.tokens = 1
+    run_passes(program, [cls() for cls in PASSES])
+    sizes = sizes_of(program, next(body for name, body in program.bodies.items() if name.startswith("sparse")))
+    lost = 0.0 if place == "exit" else 2 * (8 / 64) * 1 / (8 * 3)
+    assert spared(sizes, 2, 0.5, place) == pytest.approx(0.5 * missed(sizes) - lost)
 
 
 @pytest.mark.parametrize("place", PLACES)

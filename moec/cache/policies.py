@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from moec.cache.policy import Policy, Scope
 from moec.cache.recency import LayerLru, LeastStale, Lru
-from moec.cache.scored import Lfu, Popularity, SweepLfu
+from moec.cache.scored import Lfu, Popularity
+from moec.cache.sweep import SweepLfu
 
 #: Names that the language takes, in the order of a report.
 POLICIES = ("lru", "layer_lru", "lfu", "sweep_lfu", "least_stale", "trace")

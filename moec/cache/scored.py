@@ -1,4 +1,4 @@
-"""Policies that let the lowest score leave: `lfu` and `trace` of a layer, `sweep_lfu` of all layers."""
+"""Policies that let the lowest score of a layer leave: `lfu` and `trace`."""
 
 from __future__ import annotations
 
@@ -87,59 +87,6 @@ class Lfu(Scored):
         if layer not in self._scores:
             self._scores[layer] = (self._sums[layer] * self._left[self._steps[layer]]).sum(axis=1).tolist()
         return self._scores[layer]
-
-
-#: How an expert's worth falls with the layers until its next use.
-SWEEP_POWER = 0.5
-#: No layer fetches ahead for the first one, so what it misses is waited for. Of 1, 1.5, 2, 3 the best in that model.
-FIRST_WORTH = 1.5
-
-
-class SweepLfu(Lfu):
-    """The least frequently used of all layers, where those count for less whose layer comes later.
-
-    Until a layer comes again, the slot of one of its experts can serve others that are fetched ahead. So the experts
-    that most steps use stay, and the others pass through the slots that are left. A frequency is divided by the square
-    root of the layers until the next use: of the powers 1/2, 1 and 2 the one that exposed least in a model of four
-    recorded traces, in which they differ by 2 %.
-    """
-
-    scope: Scope = "rank"
-
-    def __init__(self, num_layers: int, num_experts: int) -> None:
-        super().__init__(num_layers, num_experts)
-        self._may_leave = np.zeros((num_layers, num_experts), bool)
-        self._frequency = np.zeros((num_layers, num_experts))
-        worths = np.arange(1, num_layers + 1) ** -SWEEP_POWER
-        weights = np.ones((num_layers, 1))
-        weights[0] = FIRST_WORTH
-        #: Of each layer [L, 1], where layer n has been looked up last.
-        self._weights = [np.roll(worths, n + 1)[:, None] * weights for n in range(num_layers)]
-        self._worths = self._frequency
-
-    def use(self, layer: int, experts: Sequence[int]) -> None:
-        super().use(layer, experts)
-        self._frequency[layer] = self.scores(layer)
-        self._worths = self._frequency * self._weights[layer]
-
-    def admit(self, key: Key) -> None:
-        self._may_leave[key] = True
-
-    def drop(self, key: Key) -> None:
-        self._may_leave[key] = False
-
-    def victims(self, layer: int, count: int, kept: Collection[Key]) -> list[Key]:
-        worths = np.where(self._may_leave, self._worths, np.inf)
-        for key in kept:
-            worths[key] = np.inf
-        flat = worths.ravel()
-        most = np.partition(flat, count - 1)[count - 1] if count < flat.size else np.inf
-        (found,) = np.nonzero((flat <= most) & (flat < np.inf))  # more than `count` where some are equal
-        first = found[np.argsort(flat[found], kind="stable")][:count].tolist()
-        return [divmod(place, worths.shape[1]) for place in first]
-
-    def worth(self, key: Key) -> float:
-        return float(self._worths[key])
 
 
 class Popularity(Scored):

@@ -150,7 +150,7 @@ class ExpertCache:
     def _as_they_come(self, index: int, left: Sequence[Use]) -> Iterator[Sequence[Use]]:
         begun, later = _one_of_each_slot(left)
         while begun:
-            ready = [use for use in begun if self._is_there(use)] or begun[:1]
+            ready = self.next_of(begun)
             for use in ready:
                 if (transfer := self._moving.pop(use.slot, None)) is not None:
                     self._wait(transfer)
@@ -161,6 +161,10 @@ class ExpertCache:
                 begun_now, later = _one_of_each_slot(later, but={use.slot for use in begun})
                 self._begin(index, begun_now, is_demand=True)
                 begun = [*begun, *begun_now]
+
+    def next_of(self, begun: Sequence[Use]) -> Sequence[Use]:
+        """Which of the experts that have a slot or are on their way are served next: those that are there, else one."""
+        return [use for use in begun if self._is_there(use)] or begun[:1]
 
     def _is_copied(self, uses: Sequence[Use]) -> bool:
         """Whether a copy into the slot of any of them is under way or to come. Loads are last among uses."""

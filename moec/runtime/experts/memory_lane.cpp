@@ -2,17 +2,17 @@
 //
 // The thread takes the first demand, else the first prefetch, copies one piece of it, and chooses anew. Where the lane
 // keeps to a pace, it takes up a piece when the link is free: the link is busy with each piece for as long as the pace
-// has it, and a transfer may be used once its last piece is due. Times are seconds of the machine's monotonic clock.
+// has it, and a transfer may be used once its last piece is due. A thread that comes late chooses what the link would
+// have chosen by then. Times are seconds of the machine's monotonic clock.
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #ifdef __linux__
 #include <sys/prctl.h>
@@ -28,15 +28,13 @@ struct Transfer {
     const char* from;
     char* into;
     int64_t size, left;
-    double asked_at, began_at, due;
+    double asked_at, needed_at, began_at, due;  // needed_at: since when it is a demand
     int32_t is_demand;
     State state;
 };
 
 // Turns of waiting for another thread before the processor is offered to others.
 static const int SPINS = 1000;
-// For so long a thread with nothing to copy looks out for more before it sleeps: to wake it takes who asks 20 us.
-static const double LOOKOUT = 200e-6;
 // How late a sharp sleep ends, but for one in ten.
 static const double MARGIN = 40e-6;
 
@@ -54,9 +52,11 @@ static void sharpen_sleeps() {
 #endif
 }
 
-static void pause() {
+static void relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
 #endif
 }
 
@@ -66,7 +66,7 @@ struct Lock : std::unique_lock<std::mutex> {
 
     void again() {
         for (int turns = 0; !try_lock(); turns++)
-            turns < SPINS ? pause() : std::this_thread::yield();
+            turns < SPINS ? relax() : std::this_thread::yield();
     }
 };
 
@@ -76,7 +76,6 @@ class Lane {
     std::deque<Transfer*> demands, prefetches;
     Transfer* under_way = nullptr;
     bool is_asleep = false, is_closed = false;
-    std::atomic<int64_t> num_asked{0};
     double free_at = 0;
     int64_t num_bytes = 0;
     const double bandwidth, latency;  // bytes per second, 0: as fast as it goes; seconds before a transfer's first byte
@@ -86,6 +85,9 @@ class Lane {
     static bool is_pending(const Transfer& transfer) {
         return __atomic_load_n(&transfer.state, __ATOMIC_ACQUIRE) == PENDING;
     }
+
+    // Once it is told, who asked for `transfer` may let go of it.
+    static void tell(Transfer& transfer, State state) { __atomic_store_n(&transfer.state, state, __ATOMIC_RELEASE); }
 
     std::deque<Transfer*>& queue_of(const Transfer& transfer) { return transfer.is_demand ? demands : prefetches; }
 
@@ -103,22 +105,20 @@ class Lane {
         Lock lock(mutex);
         while (!is_closed) {
             if (demands.empty() && prefetches.empty()) {
-                rest(lock);
+                is_asleep = true;
+                while (is_asleep) work.wait(lock);
             } else if (free_at > now()) {
                 work.wait_until(lock, moment(free_at));
             } else {
-                copy_piece(*(demands.empty() ? prefetches : demands).front(), lock);
+                copy_piece(next(), lock);
             }
         }
     }
 
-    void rest(Lock& lock) {
-        const int64_t seen = num_asked.load();
-        lock.unlock();
-        for (const double until = now() + LOOKOUT; num_asked.load() == seen && now() < until;) std::this_thread::yield();
-        lock.again();
-        is_asleep = num_asked.load() == seen && !is_closed;
-        while (is_asleep) work.wait(lock);
+    Transfer& next() const {
+        if (demands.empty() || prefetches.empty()) return *(demands.empty() ? prefetches : demands).front();
+        Transfer &needed = *demands.front(), &ahead = *prefetches.front();
+        return bandwidth > 0 && std::max(free_at, ahead.asked_at) < needed.needed_at ? ahead : needed;
     }
 
     void copy_piece(Transfer& transfer, Lock& lock) {
@@ -133,12 +133,13 @@ class Lane {
         under_way = nullptr;
         transfer.from += bytes, transfer.into += bytes, transfer.left -= bytes;
         transfer.due = bandwidth > 0 ? free_at = begin + seconds : now();
-        if (transfer.state == PENDING && transfer.left == 0) {
+        if (transfer.state == PENDING) {
+            if (transfer.left > 0) return;
             leave_queue(transfer);
             num_bytes += transfer.size;
-            __atomic_store_n(&transfer.state, WHOLE, __ATOMIC_RELEASE);
+            tell(transfer, WHOLE);
         }
-        if (transfer.state != PENDING) ended.notify_all();
+        ended.notify_all();
     }
 
     // When `transfer` will be there if nothing more is asked for, by the pace.
@@ -155,23 +156,27 @@ class Lane {
     Lane(double bandwidth, double latency, int64_t piece_bytes)
         : bandwidth(bandwidth), latency(latency), piece_bytes(piece_bytes), thread([this] { run(); }) {}
 
-    ~Lane() {
-        {
-            Lock lock(mutex);
-            is_closed = true, is_asleep = false;
-            num_asked++;
-            for (const auto* queue : {&demands, &prefetches})
-                for (Transfer* transfer : *queue) transfer->state = DROPPED;
+    ~Lane() { close(); }
+
+    // Drop what is pending and end the thread, after the piece that is under way. All but `start` may be called still.
+    void close() {
+        if (!thread.joinable()) return;
+        Lock lock(mutex);
+        is_closed = true, is_asleep = false;
+        for (auto* queue : {&demands, &prefetches}) {
+            for (Transfer* transfer : *queue) tell(*transfer, DROPPED);
+            queue->clear();
         }
+        ended.notify_all();
+        lock.unlock();
         work.notify_one();
         thread.join();
     }
 
     void start(Transfer& transfer) {
         Lock lock(mutex);
-        transfer.asked_at = now();
+        transfer.asked_at = transfer.needed_at = now();
         queue_of(transfer).push_back(&transfer);
-        num_asked++;
         const bool must_wake = is_asleep;
         is_asleep = false;
         lock.unlock();
@@ -192,7 +197,7 @@ class Lane {
             const double due = expected(transfer) - MARGIN;
             lock.unlock();
             if (due > now()) std::this_thread::sleep_until(moment(std::min(due, until)));
-            while (is_pending(transfer) && now() < std::min(due + 2 * MARGIN, until)) pause();
+            while (is_pending(transfer) && now() < std::min(due + 2 * MARGIN, until)) relax();
             lock.again();
             if (now() >= until) break;
             if (transfer.state == PENDING) ended.wait_until(lock, moment(until));
@@ -201,7 +206,7 @@ class Lane {
         const double due = transfer.due;
         lock.unlock();
         if (due - MARGIN > now()) std::this_thread::sleep_until(moment(std::min(due - MARGIN, until)));
-        while (now() < std::min(due, until)) pause();
+        while (now() < std::min(due, until)) relax();
         return now() >= due;
     }
 
@@ -210,6 +215,7 @@ class Lane {
         if (transfer.state == PENDING) {
             leave_queue(transfer);
             demands.push_back(&transfer);
+            transfer.needed_at = now();
         }
         transfer.is_demand = 1;
     }
@@ -219,10 +225,10 @@ class Lane {
         Lock lock(mutex);
         if (transfer.state == PENDING) {
             leave_queue(transfer);
-            transfer.state = DROPPED;
+            tell(transfer, DROPPED);
             ended.wait(lock, [&] { return under_way != &transfer; });
         } else if (transfer.state == WHOLE && transfer.due > now()) {
-            transfer.state = DROPPED;
+            tell(transfer, DROPPED);
         }
         return transfer.state == DROPPED;
     }
@@ -240,12 +246,13 @@ extern "C" {
 Lane* lane_open(double bandwidth, double latency, int64_t piece_bytes) {
     try {
         return new Lane(bandwidth, latency, piece_bytes);
-    } catch (const std::system_error&) {
+    } catch (const std::exception&) {
         return nullptr;
     }
 }
 
-void lane_close(Lane* lane) { delete lane; }
+void lane_close(Lane* lane) { lane->close(); }
+void lane_free(Lane* lane) { delete lane; }
 void lane_start(Lane* lane, Transfer* transfer) { lane->start(*transfer); }
 bool lane_is_there(const Transfer* transfer) { return Lane::is_there(*transfer); }
 bool lane_wait(Lane* lane, const Transfer* transfer, double patience) { return lane->wait(*transfer, patience); }

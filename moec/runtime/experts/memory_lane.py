@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import weakref
 from importlib.resources import files
 from typing import Any
@@ -30,6 +31,7 @@ _P, _N, _F, _B = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_bool
 _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "lane_open": ((_F, _F, _N), _P),
     "lane_close": ((_P,), None),
+    "lane_free": ((_P,), None),
     "lane_start": ((_P, _P), None),
     "lane_is_there": ((_P,), _B),
     "lane_wait": ((_P, _P, _F), _B),
@@ -48,6 +50,7 @@ class _Record(ctypes.Structure):
         ("size", ctypes.c_int64),
         ("left", ctypes.c_int64),
         ("asked_at", ctypes.c_double),
+        ("needed_at", ctypes.c_double),
         ("began_at", ctypes.c_double),
         ("due", ctypes.c_double),
         ("is_demand", ctypes.c_int32),
@@ -63,7 +66,7 @@ class MemoryTransfer:
     def __init__(self, lane: MemoryLane, key: Key, source: int, into: Tensor, slot: int, is_demand: bool) -> None:
         size = into.numel()
         self.key, self.into, self._lane, self._is_there = key, into, lane, False
-        self._record = _Record(source, slot, size, size, 0.0, -1.0, 0.0, is_demand, 0)
+        self._record = _Record(source, slot, size, size, 0.0, 0.0, -1.0, 0.0, is_demand, 0)
         self.reference = ctypes.byref(self._record)
 
     @property
@@ -114,12 +117,12 @@ class MemoryLane:
         #: The last transfer into each slot: its memory must live while the thread may write there.
         self._latest: dict[int, MemoryTransfer] = {}
         self._sources = {key: blob.data_ptr() for key, blob in tier.blobs.items()}
-        self._end = weakref.finalize(self, library.lane_close, self.handle)
-        self._is_closed, self._num_bytes = False, 0
+        self._end = weakref.finalize(self, _free, library, self.handle, os.getpid())
+        self._is_closed = False
 
     @property
     def num_bytes(self) -> int:
-        return self._num_bytes if self._is_closed else self.library.lane_bytes(self.handle)
+        return int(self.library.lane_bytes(self.handle))
 
     def start(self, key: Key, into: Tensor, is_demand: bool) -> MemoryTransfer:
         if self._is_closed:
@@ -130,8 +133,15 @@ class MemoryLane:
         return transfer
 
     def close(self) -> None:
-        self._num_bytes, self._is_closed = self.num_bytes, True
-        self._end()
+        self._is_closed = True
+        if self._end.alive:
+            self.library.lane_close(self.handle)
+
+
+def _free(library: ctypes.CDLL, handle: int, process: int) -> None:
+    """A process that was forked meanwhile has the lane without its thread, and would wait for that forever."""
+    if os.getpid() == process:
+        library.lane_free(handle)
 
 
 @functools.cache
