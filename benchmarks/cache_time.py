@@ -3,7 +3,8 @@
     python benchmarks/cache_time.py MODEL_FOLDER TEXT_FILE... [--batch N] [--repeats N] [--tokens N] [--slower C]
         [--json FILE]
 
-1. The resident model gives the time of a layer and a routing trace, which plans are costed with.
+1. The resident model gives the time that a decode step spends in its layers, and a routing trace, which plans are
+   costed with.
 2. The host tier's rate is such that copies of all the experts that a step needs of a layer take as long as the layer
    computes, or C times as long; the nvme tier has a quarter of it (2 GB/s and 500 MB/s in proportion). The plan's
    cluster is told that too.
@@ -28,15 +29,16 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
-from moec.artifact import Artifact
+from cache_cases import CASES, LONG_PROMPT, ON_DEMAND, PREFETCH, PROMPT, SAME_WAITS, WAITS, Case, Rates, compile_case
+
 from moec.cache.simulate import look_ups
 from moec.cache.trace import read_trace, write_trace
 from moec.cache_files import CacheSettings
 from moec.cache_sizes import layer_bytes
-from moec.compiler import compile
-from moec.importer.folder import import_model
+from moec.ir.program import Program
 from moec.runtime.experts.cache import ExpertCache
 from moec.runtime.generate import Request, generate
 from moec.runtime.launch.job import run_ranks
@@ -45,58 +47,9 @@ from moec.runtime.routing_record import Recorder, gather_trace
 from moec.runtime.session import Session, open_session
 from moec.runtime.text import Text
 
-#: Tokens of a prompt.
-PROMPT, LONG_PROMPT = 32, 128
 Batch = list[list[int]]
 T = TypeVar("T")
 TIMES = ("ttft", "token")
-
-
-@dataclass(frozen=True)
-class Case:
-    """`share` of each layer's experts that have a slot, 1: no cache at all."""
-
-    name: str
-    share: float = 1.0
-    prefetch: str = "none"
-    tier: str = "host"
-    is_cold: bool = False
-    prompt: int = PROMPT
-    evict: str = "lfu"
-    does_wait: bool = False
-
-
-GUESS = "next_router(ahead = 1)"
-PREFETCH, ON_DEMAND = "warm 25% prefetch", "warm 25% on demand"
-WAITS, SAME_WAITS = "warm 25% load, then compute", "the same by sweep_lfu"
-CASES = (
-    Case("resident"),
-    Case("warm 50% prefetch", 0.5, GUESS, evict="sweep_lfu"),
-    Case("warm 50% on demand", 0.5),
-    Case(PREFETCH, 0.25, GUESS, evict="sweep_lfu"),
-    Case(ON_DEMAND, 0.25),
-    Case(WAITS, 0.25, does_wait=True),
-    Case(SAME_WAITS, 0.25, evict="sweep_lfu", does_wait=True),
-    Case("warm 25% nvme", 0.25, GUESS, "nvme"),
-    Case("cold 25% load, then compute", 0.25, is_cold=True, does_wait=True),
-    Case("cold 25% on demand", 0.25, is_cold=True),
-    Case("cold 25% prefetch", 0.25, GUESS, is_cold=True, evict="sweep_lfu"),
-    Case("resident, long prompt", prompt=LONG_PROMPT),
-    Case("streamed 50%, long prompt", 0.5, GUESS, prompt=LONG_PROMPT),
-    Case("streamed 25%, long prompt", 0.25, GUESS, prompt=LONG_PROMPT),
-)
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Bytes per second of the tiers, and of device memory as the plan's cluster has it; None: not known yet.
-
-    `trace`: real routing, None: random.
-    """
-
-    host: float | None = None
-    memory: float | None = None
-    trace: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -107,30 +60,6 @@ class Sample:
     token: float
     copied: int = 0
     floor: int = 0
-
-
-def compile_case(folder: Path, work: Path, case: Case, batch: int, rates: Rates) -> Artifact:
-    """The model of `folder` under the cache of a case, for so many prompts at once."""
-    source = work / f"{case.name.replace(' ', '-')}.moe"
-    text = import_model(folder, output=source)
-    if rates.memory is not None:
-        memory = f"memory_rate = {rates.memory / 1e6:.3f} MB/s  compute = peak(fp32 = 1 TFLOP/s)"
-        text = f"cluster here {{ devices = 1  {memory} }}\n" + text
-        text = text.replace("mesh ranks {", "mesh ranks on here[1] {")
-    if case.share < 1.0:
-        rate = "" if rates.host is None else f", bandwidth = {_rate(case, rates.host):.3f} MB/s, latency = 5 us"
-        where = "1 GiB per rank" if case.tier == "host" else f'"{work}"'
-        tier, policy = f"{case.tier} = tier({where}{rate})", f"evict = {case.evict}  prefetch = {case.prefetch}"
-        cache = f"hbm = share({case.share})  {tier}  {policy}"
-        text = text.replace("plan serve {", f"cache few {{ {cache} }}\nplan serve {{")
-        text = text.replace("on ranks\n", "on ranks with few\n")
-    source.write_text(text)
-    sizes = (f"plan.decode.batch={batch}", f"plan.prefill.tokens={batch * LONG_PROMPT}")
-    return compile(source, overrides=("plan.compute=fp32", *sizes), trace=rates.trace)
-
-
-def _rate(case: Case, host: float) -> float:
-    return host / 1e6 / (4 if case.tier == "nvme" else 1)
 
 
 def measure(session: Session, prompts: Batch, num_tokens: int, active: list[set[int]]) -> tuple[Sample, Batch]:
@@ -182,12 +111,37 @@ def on_rank(work: Callable[[Rank], T]) -> T:
     return found  # type: ignore[return-value]
 
 
+class LayerClock:
+    """Seconds of each decode step from the end of its embedding to that of its last layer."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._began = 0.0
+
+    def watch(self, kernels: SimpleNamespace, program: Program) -> SimpleNamespace:
+        """The same kernels: `embed` begins a step, and a layer ends with an `add`."""
+
+        def embed(*args: Any, **attributes: Any) -> Any:
+            found = kernels.embed(*args, **attributes)
+            self.seconds.append(0.0)
+            self._began = time.perf_counter()
+            return found
+
+        def add(*args: Any, **attributes: Any) -> Any:
+            found = kernels.add(*args, **attributes)
+            self.seconds[-1] = time.perf_counter() - self._began
+            return found
+
+        is_decode = program.phase == "decode"
+        return SimpleNamespace(**vars(kernels) | {"embed": embed, "add": add}) if is_decode else kernels
+
+
 def settle_rates(folder: Path, work: Path, batches: list[Batch], num_tokens: int, slower: float = 1.0) -> Rates:
     """Rates under which copies of all experts that a step needs of a layer take `slower` times as long as the layer."""
     size, trace = len(batches[0]), work / "routing.npz"
     plain = compile_case(folder, work, CASES[0], size, Rates())
 
-    def main(rank: Rank) -> float:
+    def main(rank: Rank) -> tuple[float, float]:
         session = open_session(plain, folder, rank)
         samples = [measure(session, prompts, num_tokens, [])[0] for prompts in batches]
         recorder = Recorder()
@@ -196,15 +150,17 @@ def settle_rates(folder: Path, work: Path, batches: list[Batch], num_tokens: int
         found = gather_trace(recorder, session.place, max(plain.prefill.experts.values()))
         assert found is not None
         write_trace(trace, found)
-        return statistics.median(s.token for s in samples)
+        session.record(clock := LayerClock())
+        watched = [measure(session, prompts, num_tokens, [])[0].token for prompts in batches]
+        return statistics.median(s.token for s in samples), statistics.fmean(clock.seconds) / statistics.fmean(watched)
 
-    token, program = on_rank(main), plain.decode
+    (token, share), program = on_rank(main), plain.decode
     sizes, steps = layer_bytes(program), look_ups(read_trace(trace))[1:]  # the first one is the prompts'
     needed = [statistics.mean(len(step[index]) for step in steps) for index in range(len(sizes))]
     us = compile_case(folder, work, CASES[0], size, Rates(memory=1e9)).document["phases"]["decode"]["us"]
     modelled = sum(us[run.body] * max(1, len(run.layers)) for run in program.runs)
     copied = sum(count * num_bytes for count, num_bytes in zip(needed, sizes.values(), strict=True))
-    return Rates(host=copied / token / slower, memory=1e9 * modelled * 1e-6 / token, trace=trace)
+    return Rates(host=copied / (token * share) / slower, memory=1e9 * modelled * 1e-6 / token, trace=trace)
 
 
 def run(folder: Path, work: Path, batches: list[Batch], num_tokens: int, rates: Rates) -> dict[str, list[Sample]]:

@@ -38,10 +38,12 @@ class Transfer(Protocol):
     @property
     def is_done(self) -> bool:
         """Whether `wait` has nothing to wait for: all is there, or so little is missing that it is left to `wait`."""
+        ...
 
     @property
     def times(self) -> tuple[float, float] | None:
         """From when to when it was brought, in seconds of its lane's clock; None where it is not whole."""
+        ...
 
     def wait(self) -> None:
         """Return once the slot holds the expert. Raises what went wrong. What is waited for is a demand."""
