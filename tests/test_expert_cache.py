@@ -31,6 +31,8 @@ CASES = (
     ("deepseek_v3", "ep=3", 4, "least_stale", "history"),
     ("deepseek_v3", "ep=4", 2, "layer_lru", "next_router(ahead = 1)"),
     ("deepseek_v3", "ep=2", 4, "sweep_lfu", "next_router(ahead = 1)"),
+    ("deepseek_v3", "ep=3", 1, "sweep_lfu", "next_router(ahead = 1)"),
+    ("deepseek_v3", "ep=4", 2, "sweep_lfu", "history"),
     ("deepseek_v3", "ep=4", 1, "lru", "history"),
     ("deepseek_v3", "tp=2", 3, "lfu", "next_router(ahead = 1)"),
     ("deepseek_v3", "ep=2,etp=2", 2, "layer_lru", "next_router(ahead = 1)"),

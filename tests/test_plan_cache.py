@@ -345,6 +345,19 @@ def test_a_pool_of_all_layers_has_room_for_more_guesses(evict: str, most: int, o
     assert found["reason"].startswith("predicted gain ") and found["reason"].endswith("%" + shortened)
 
 
+def test_a_pool_that_one_step_fills_is_no_place_for_guesses_before_it(tmp_path: Path) -> None:
+    """8 tokens use 10.5 experts, more than the 3 x 2 slots: only behind them is there room, whatever is known."""
+    settings = {"tokens": 8, "heads": 32}
+    for host in (HOST.replace("31.4", "15"), "host = tier()"):
+        cache = f"hbm = slots(2)  {host}  evict = sweep_lfu  {AHEAD}"
+        (found,) = decisions(tmp_path, cache, "prefill", **settings)
+        assert found["chosen"]["place"] == "exit" and found["chosen"]["most"] <= 6
+    written(tmp_path / "t.npz", random_ids(3, 40, 2, 16), 16)
+    cache = 'hbm = slots(2)  host = tier()  evict = sweep_lfu  prefetch = history("t.npz", ahead = 1)'
+    (found,) = decisions(tmp_path, cache, "prefill", **settings)
+    assert found["reason"] == "a step takes all slots of the pool: what is fetched ahead has none"
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_a_guess_in_a_pool_keeps_slots_from_others_until_its_layer(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a layer's experts nothing is lost; before them as many hits as `most` of the pool's slots have."""

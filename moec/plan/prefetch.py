@@ -14,7 +14,7 @@ Where no rate is known, there is a prefetch unless a step uses most of the exper
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -106,18 +106,19 @@ def plan_prefetch(program: Program, pair: Pair, start: Start) -> Prefetch:
     """Choose for the layers of one pair."""
     cache, model = program.cache, LayerModel.of(program, program.bodies[pair[1]])
     assert cache is not None and cache.slots is not None
-    room = min(_free_slots(program, model), math.ceil(model.misses))
-    if room == 0:
-        return Prefetch(None, "nothing is missed", model.misses)
     places = ("ffn",) if cache.prefetch == "history" else PLACES
+    rooms = {place: min(_free_slots(program, model, place), math.ceil(model.misses)) for place in places}
+    if (room := max(rooms.values())) == 0:
+        full = "a step takes all slots of the pool: what is fetched ahead has none"
+        return Prefetch(None, full if model.misses else "nothing is missed", model.misses)
     trials = {place: _try(program, pair, start, Option(place, room), model) for place in places}
     if model.is_unknown or None in trials.values():
-        return _unknown(model, room)
+        return _unknown(model, rooms)
     known = {place: trial for place, trial in trials.items() if trial is not None}
     options = [
         (Option(place, n), model.layer(n, precision(program, cache.prefetch, place), place, guess_us, window_us))
         for place, (guess_us, window_us) in known.items()
-        for n in range(1, room + 1)
+        for n in range(1, rooms[place] + 1)
     ]
     plain, best = model.layer(), min(us for _, us in options)
     windows = {place: window_us for place, (_, window_us) in known.items()}
@@ -129,20 +130,29 @@ def plan_prefetch(program: Program, pair: Pair, start: Start) -> Prefetch:
     return Prefetch(replace(option, us=us), f"predicted gain {(plain - us) / plain:.1%}{short}", *figures)
 
 
-def _free_slots(program: Program, model: LayerModel) -> int:
-    """Slots that what is fetched ahead for a layer may have: its own, or of a pool those that a layer leaves."""
+def _free_slots(program: Program, model: LayerModel, place: str) -> int:
+    """Slots that what is fetched ahead for a layer may have: its own, or of a pool those that no layer needs then.
+
+    Behind a layer's experts those are all; before that, the layer is still to use its own.
+    """
     cache = program.cache
     assert cache is not None and cache.slots is not None
     free = cache.slots - most_pinned(program)
     if not has_pool(program):
         return free
-    return max(free, free * len(tables_of(program)) - math.ceil(model.sizes.active_experts()))
+    needed = 0 if place == "exit" else math.ceil(model.sizes.active_experts())
+    return max(0, free * len(tables_of(program)) - needed)
 
 
-def _unknown(model: LayerModel, room: int) -> Prefetch:
+def _unknown(model: LayerModel, rooms: Mapping[str, int]) -> Prefetch:
     if displaces := _displaces(model):
         return Prefetch(None, displaces, model.misses)
-    return Prefetch(Option("ffn", room), "rates are not known: before the experts, as many as fit", model.misses)
+    if has_pool(model.program) and "exit" in rooms:
+        why = "rates are not known: behind the experts, whose slots are free then, as many as fit"
+        return Prefetch(Option("exit", rooms["exit"]), why, model.misses)
+    return Prefetch(
+        Option("ffn", rooms["ffn"]), "rates are not known: before the experts, as many as fit", model.misses
+    )
 
 
 def _try(program: Program, pair: Pair, start: Start, option: Option, model: LayerModel) -> tuple[float, float] | None:

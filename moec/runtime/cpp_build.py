@@ -35,6 +35,13 @@ _DIGEST_BYTES = 32
 def load(source: str) -> ctypes.CDLL:
     """The library of a text. Raises E0540 where there is no compiler, E0541 where it fails, E0542 for what it made."""
     compiler = find_compiler()
+    try:
+        return _load(source, compiler)
+    except OSError as error:  # no program at its place, no folder to work in, a compiler that made nothing
+        raise _cannot_build(compiler, str(error)) from error
+
+
+def _load(source: str, compiler: tuple[str, ...]) -> ctypes.CDLL:
     place = library_folder() / f"{_key(source, compiler)}.so"
     if (found := _open_kept(place)) is not None:
         return found
@@ -58,7 +65,10 @@ def library_folder() -> Path:
 
 def find_compiler() -> tuple[str, ...]:
     """Command of the C++ compiler: CXX, else c++. Raises E0540."""
-    command = shlex.split(os.environ.get("CXX") or "c++")
+    try:
+        command = shlex.split(os.environ.get("CXX") or "c++")
+    except ValueError:  # a quotation without an end
+        command = [os.environ["CXX"]]
     found = shutil.which(command[0]) if command else None
     if found is None:
         raise fail(
@@ -89,8 +99,12 @@ def _compile(source: str, compiler: tuple[str, ...], built: Path) -> None:
     text.write_text(source)
     if said := _run([*compiler, *FLAGS, str(text), "-o", str(built)]):
         first = next((line.strip() for line in said.splitlines() if "error" in line), said.strip().partition("\n")[0])
-        why = f"`{compiler[0]}` cannot build the C++ kernels: {printable(first)[:200]}"
-        raise fail("E0541", why, "`--kernels torch` needs none")
+        raise _cannot_build(compiler, first)
+
+
+def _cannot_build(compiler: tuple[str, ...], why: str) -> MoecError:
+    message = f"`{compiler[0]}` cannot build the C++ kernels: {printable(why)[:200]}"
+    return fail("E0541", message, "`--kernels torch` needs none")
 
 
 def _run(command: list[str]) -> str:
