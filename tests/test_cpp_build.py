@@ -107,6 +107,18 @@ def test_a_build_that_takes_too_long_is_ended_with_its_children(
         fcntl.flock(held, fcntl.LOCK_EX)
 
 
+@pytest.mark.parametrize(("cxx", "code"), [('"x', "E0540"), ("{no_program}", "E0541"), ("true", "E0541")])
+def test_what_is_no_compiler_is_told(cxx: str, code: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_program = home / "no_program"
+    no_program.parent.mkdir(parents=True, exist_ok=True)
+    no_program.write_bytes(b"\x00")
+    no_program.chmod(0o755)
+    monkeypatch.setenv("CXX", cxx.format(no_program=no_program))
+    with pytest.raises(MoecError) as raised:
+        cpp_build.load(f"int nothing_{code};  // {cxx}")
+    assert raised.value.diagnostics[0].code == code
+
+
 def test_another_text_is_another_library() -> None:
     keys = {cpp_build._key(text, ("true",)) for text in (TEXT, TEXT + " ")} | {cpp_build._key(TEXT, ("true", "-g"))}
     assert len(keys) == 3
