@@ -109,13 +109,9 @@ def _cannot_build(compiler: tuple[str, ...], why: str) -> MoecError:
 
 def _run(command: list[str]) -> str:
     """What a command said when it failed; nothing where it did not."""
-    try:
-        started = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", process_group=0
-        )
-    except OSError as error:
-        return f"error: {error}"
-    with started:
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", process_group=0
+    ) as started:
         try:
             _, said = started.communicate(timeout=PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Hashable, Iterable
 from typing import Any
 
+from moec.cache_sizes import host_experts
 from moec.codegen.cpp import (
     Attention,
     LatentAttention,
@@ -83,7 +84,7 @@ def notes(programs: Iterable[Program], device: str) -> list[str]:
         wanted = any(kernels_of(program) is not None for program in programs)
         return ["C++ kernels are for the CPU"] if wanted else []
     programs = list(programs)
-    if any(is_cached(program) for program in programs):
+    if any(is_cached(program) and host_experts(program) for program in programs):
         memory_library()  # which no rank is to build either; a thread of Python's serves where there is none
     opened = [open_library(program) for program in programs]
     return list(dict.fromkeys(str(error) for error in opened if isinstance(error, MoecError)))

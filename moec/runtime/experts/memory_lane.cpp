@@ -20,7 +20,6 @@
 
 using Clock = std::chrono::steady_clock;
 
-
 enum State : int32_t { PENDING, WHOLE, DROPPED };
 
 // One expert on its way, in memory of who asked for it, who keeps it until it is WHOLE or DROPPED or the lane closed.

@@ -23,6 +23,7 @@ from moec.runtime.context import Context
 from moec.runtime.kernels.torch_dense import rms_norm
 from moec.runtime.kernels.torch_moe import (
     GROUPED_ALIGNMENT,
+    activated,
     all_ranges,
     at_boundary,
     multiply_fp8,
@@ -115,7 +116,7 @@ def cached_experts(
             torch.mm(rows[i], gate_up(slot), out=wide[i])
         first, end = min(mine)[0], max(mine)[0]
         span = slice(ranges[first][1], ranges[end][2])
-        _activate(wide_XG[span], act_XI[span])  # rows of others between them too: they are written again, or were so
+        activated(wide_XG[span], act_XI[span])  # rows of others between them too: they are written again, or were so
         for i, slot in mine:
             torch.mm(act[i], down(slot), out=out[i])
     return out_XD
@@ -128,19 +129,9 @@ def _cached_fp8(
     out_XD, dtype = torch.empty_like(rows_XD), rows_XD.dtype
     for slot, mine in chain.from_iterable(served(ctx, rows_XD.shape[0], offsets_M, slots_M, table)):
         (gate_up, down), (gate_up_scales, down_scales) = ((x[slot] for x in found) for found in (matrices, scales))
-        act = _activated(multiply_fp8(rows_XD[mine], gate_up, gate_up_scales, sides=2).to(dtype))
+        act = activated(multiply_fp8(rows_XD[mine], gate_up, gate_up_scales, sides=2).to(dtype))
         out_XD[mine] = multiply_fp8(act, down, down_scales).to(dtype)
     return out_XD
-
-
-def _activated(wide_XG: Tensor) -> Tensor:
-    gate_XI, up_XI = wide_XG.chunk(2, dim=-1)
-    return F.silu(gate_XI).mul_(up_XI)
-
-
-def _activate(wide_XG: Tensor, into_XI: Tensor) -> None:
-    gate_XI, up_XI = wide_XG.chunk(2, dim=-1)
-    torch.mul(F.silu(gate_XI), up_XI, out=into_XI)
 
 
 def served(

@@ -156,8 +156,14 @@ def grouped_gate_up(
         both_RG = grouped_linear(ctx, rows_RD, offsets_M, w_MGD)
     else:
         both_RG = _grouped_fp8(ctx, rows_RD, offsets_M, w_MGD, scales_MBG, sides=2)
-    gate, up = both_RG.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    return activated(both_RG)
+
+
+def activated(both_RG: Tensor, out_RI: Tensor | None = None) -> Tensor:
+    """silu(gate) * up of rows that are gate's, then up's: [R, I]. Into `out` where that is given."""
+    gate_RI, up_RI = both_RG.chunk(2, dim=-1)
+    act_RI = F.silu(gate_RI)
+    return torch.mul(act_RI, up_RI, out=act_RI if out_RI is None else out_RI)
 
 
 def all_ranges(ctx: Context, num_rows: int, offsets_M: Tensor, whose: str = "experts") -> list[tuple[int, int, int]]:
