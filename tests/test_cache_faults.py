@@ -270,6 +270,8 @@ def _kill_after_five_blobs(monkeypatch: pytest.MonkeyPatch, whom: Callable[[], i
         calls.append(args)
         if len(calls) > 5:
             os.kill(whom(), signal.SIGKILL)
+            while True:  # this rank's death follows that of its launcher, on a busy machine only after many writes
+                signal.pause()
         return pwrite(*args)
 
     monkeypatch.setattr(os, "pwrite", write)
