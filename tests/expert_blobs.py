@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor
 
 from moec.diagnostics import Diagnostic, fail
 from moec.runtime.experts.file import Contents, Key, LayerBlobs
+
+T_co = TypeVar("T_co", covariant=True)
 
 #: Two layers with experts of different sizes; a blob of the second is several pages long.
 CONTENTS = Contents(
@@ -27,6 +31,18 @@ def blob(key: Key, contents: Contents = CONTENTS) -> Tensor:
     """The bytes of an expert, uint8 [blob bytes]: no two alike, nor any two places of one."""
     count = contents.blob_bytes(key[0])
     return ((torch.arange(count) * (2 * key[1] + 3) + 101 * key[0] + torch.arange(count) // 256) % 251).to(torch.uint8)
+
+
+class Starts(Protocol[T_co]):
+    """A copier, or one of its lanes."""
+
+    def start(self, copies: Sequence[tuple[Key, Tensor]], is_demand: bool) -> Sequence[T_co]: ...
+
+
+def begin(copier: Starts[T_co], key: Key, into: Tensor, is_demand: bool) -> T_co:
+    """The copy of one expert, begun."""
+    (transfer,) = copier.start([(key, into)], is_demand)
+    return transfer
 
 
 class Checkpoint:

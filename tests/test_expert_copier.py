@@ -18,7 +18,7 @@ from moec.runtime.experts.file import Key
 from moec.runtime.experts.pace import Link, Load, Rate, SystemClock
 from moec.runtime.experts.tiers import HostTier, open_nvme
 from moec.runtime.experts.transfer import Transfer
-from tests.expert_blobs import CONTENTS, Checkpoint, Notes, blob, flip
+from tests.expert_blobs import CONTENTS, Checkpoint, Notes, begin, blob, flip
 
 SECONDS = 60
 A, B, C, D = (0, 1), (0, 2), (0, 3), (1, 1)
@@ -94,9 +94,9 @@ def gated() -> Iterator[Gated]:
 def test_a_demand_overtakes_a_prefetch_between_two_pieces(gated: Gated) -> None:
     ahead, needed = slot(), slot()
     with Copier([gated]) as copier:
-        prefetch = copier.start(A, ahead, is_demand=False)
+        prefetch = begin(copier, A, ahead, is_demand=False)
         assert gated.next() == (A, 0)
-        demand = copier.start(B, needed, is_demand=True)
+        demand = begin(copier, B, needed, is_demand=True)
         gated.let_all()
         assert [gated.next() for _ in range(5)] == [(B, 0), (B, 1), (B, 2), (A, 1), (A, 2)]
         demand.wait()
@@ -108,9 +108,9 @@ def test_a_demand_overtakes_a_prefetch_between_two_pieces(gated: Gated) -> None:
 
 def test_a_demand_is_there_before_the_prefetch_it_overtook(gated: Gated) -> None:
     with Copier([gated]) as copier:
-        prefetch = copier.start(A, slot(), is_demand=False)
+        prefetch = begin(copier, A, slot(), is_demand=False)
         gated.next()
-        demand = copier.start(B, slot(), is_demand=True)
+        demand = begin(copier, B, slot(), is_demand=True)
         gated.let(4)
         demand.wait()
         assert (demand.is_done, prefetch.is_done) == (True, False)
@@ -121,11 +121,11 @@ def test_a_demand_is_there_before_the_prefetch_it_overtook(gated: Gated) -> None
 
 def test_equals_are_served_in_the_order_they_were_asked_for(gated: Gated) -> None:
     with Copier([gated]) as copier:
-        copier.start(A, slot(), is_demand=True)
+        begin(copier, A, slot(), is_demand=True)
         assert gated.next() == (A, 0)
-        last = copier.start(D, slot(), is_demand=False)
+        last = begin(copier, D, slot(), is_demand=False)
         for key in (B, C):
-            copier.start(key, slot(), is_demand=True)
+            begin(copier, key, slot(), is_demand=True)
         gated.let_all()
         assert [gated.next()[0] for _ in range(11)] == [A, A, B, B, B, C, C, C, D, D, D]
         last.wait()
@@ -133,11 +133,11 @@ def test_equals_are_served_in_the_order_they_were_asked_for(gated: Gated) -> Non
 
 def test_a_promoted_prefetch_goes_behind_the_demands_and_before_the_prefetches(gated: Gated) -> None:
     with Copier([gated]) as copier:
-        copier.start(A, slot(), is_demand=False)
+        begin(copier, A, slot(), is_demand=False)
         assert gated.next() == (A, 0)
-        copier.start(B, slot(), is_demand=False)
-        promoted = copier.start(C, slot(), is_demand=False)
-        copier.start(D, slot(), is_demand=True)
+        begin(copier, B, slot(), is_demand=False)
+        promoted = begin(copier, C, slot(), is_demand=False)
+        begin(copier, D, slot(), is_demand=True)
         promoted.promote()
         promoted.promote()
         gated.let_all()
@@ -150,10 +150,10 @@ def test_a_promoted_prefetch_goes_behind_the_demands_and_before_the_prefetches(g
 def test_a_prefetch_goes_on_where_it_is_when_it_is_promoted_meanwhile(gated: Gated) -> None:
     into = slot()
     with Copier([gated]) as copier:
-        promoted = copier.start(A, into, is_demand=False)
+        promoted = begin(copier, A, into, is_demand=False)
         assert gated.next() == (A, 0)
         promoted.promote()
-        copier.start(B, slot(), is_demand=True)
+        begin(copier, B, slot(), is_demand=True)
         gated.let_all()
         assert [gated.next() for _ in range(3)] == [(A, 1), (A, 2), (B, 0)]
         promoted.wait()
@@ -162,9 +162,9 @@ def test_a_prefetch_goes_on_where_it_is_when_it_is_promoted_meanwhile(gated: Gat
 
 def test_what_is_waited_for_is_a_demand(gated: Gated) -> None:
     with Copier([gated]) as copier:
-        copier.start(A, slot(), is_demand=False)
+        begin(copier, A, slot(), is_demand=False)
         assert gated.next() == (A, 0)
-        wanted = copier.start(B, slot(), is_demand=False)
+        wanted = begin(copier, B, slot(), is_demand=False)
         waiting = threading.Thread(target=wanted.wait)
         waiting.start()
         while not wanted.is_demand:  # set by the other thread, once it waits
@@ -179,9 +179,9 @@ def test_tiers_do_not_wait_for_each_other() -> None:
     slow, quick = Gated(layers=(0,)), Gated(layers=(0, 1))
     quick.let_all()
     with Copier([slow, quick]) as copier:
-        blocked = copier.start(A, slot(), is_demand=True)
+        blocked = begin(copier, A, slot(), is_demand=True)
         assert slow.next() == (A, 0)
-        copier.start(D, slot(), is_demand=False).wait()
+        begin(copier, D, slot(), is_demand=False).wait()
         assert not blocked.is_done
         assert len(threads()) == 2
         slow.let_all()
@@ -195,14 +195,14 @@ def test_tiers_do_not_wait_for_each_other() -> None:
 def test_what_is_cancelled_in_the_queue_never_begins(gated: Gated) -> None:
     into = slot()
     with Copier([gated]) as copier:
-        first = copier.start(A, slot(), is_demand=True)
+        first = begin(copier, A, slot(), is_demand=True)
         gated.next()
-        unwanted = copier.start(B, into, is_demand=False)
+        unwanted = begin(copier, B, into, is_demand=False)
         assert unwanted.cancel()
         assert unwanted.cancel()
         gated.let_all()
         first.wait()
-        copier.start(C, slot(), is_demand=False).wait()
+        begin(copier, C, slot(), is_demand=False).wait()
         assert [gated.next()[0] for _ in range(5)] == [A, A, C, C, C]
         with pytest.raises(AssertionError, match=r"\(0, 2\) was cancelled"):
             unwanted.wait()
@@ -212,13 +212,13 @@ def test_what_is_cancelled_in_the_queue_never_begins(gated: Gated) -> None:
 def test_what_is_cancelled_between_two_pieces_writes_no_other(gated: Gated) -> None:
     into = slot()
     with Copier([gated]) as copier:
-        unwanted = copier.start(A, into, is_demand=False)
+        unwanted = begin(copier, A, into, is_demand=False)
         gated.next()
-        demand = copier.start(B, slot(), is_demand=True)
+        demand = begin(copier, B, slot(), is_demand=True)
         gated.let()
         assert gated.next() == (B, 0)
         assert unwanted.cancel()
-        refilled = copier.start(C, into, is_demand=True)
+        refilled = begin(copier, C, into, is_demand=True)
         gated.let_all()
         demand.wait()
         refilled.wait()
@@ -234,7 +234,7 @@ def test_cancelling_waits_for_the_piece_that_is_under_way(gated: Gated) -> None:
         seen.append((transfer.cancel(), into.tolist()))
 
     with Copier([gated]) as copier:
-        unwanted = copier.start(A, into, is_demand=False)
+        unwanted = begin(copier, A, into, is_demand=False)
         gated.next()
         thread = threading.Thread(target=cancel, args=[unwanted])
         thread.start()
@@ -244,7 +244,7 @@ def test_cancelling_waits_for_the_piece_that_is_under_way(gated: Gated) -> None:
         assert (seen, into.any().item()) == ([], False)
         gated.let()
         thread.join(SECONDS)
-        copier.start(B, slot(), is_demand=True)
+        begin(copier, B, slot(), is_demand=True)
         gated.let_all()
         assert gated.next() == (B, 0)
     assert seen == [(True, [1] * PIECE_BYTES + [0] * 2 * PIECE_BYTES)]
@@ -255,7 +255,7 @@ def test_what_is_whole_is_not_stopped(gated: Gated) -> None:
     into = slot()
     gated.let_all()
     with Copier([gated]) as copier:
-        done = copier.start(A, into, is_demand=True)
+        done = begin(copier, A, into, is_demand=True)
         done.wait()
         assert not done.cancel()
         done.wait()
@@ -264,9 +264,9 @@ def test_what_is_whole_is_not_stopped(gated: Gated) -> None:
 
 def test_closing_drops_what_is_pending_and_ends_the_threads(gated: Gated) -> None:
     copier = Copier([gated])
-    under_way = copier.start(A, slot(), is_demand=True)
+    under_way = begin(copier, A, slot(), is_demand=True)
     assert gated.next() == (A, 0)
-    others = [copier.start(key, slot(), is_demand=key == B) for key in (B, C)]
+    others = [begin(copier, key, slot(), is_demand=key == B) for key in (B, C)]
     closing = threading.Thread(target=copier.close)
     closing.start()
     for transfer in [*others, under_way]:
@@ -277,14 +277,14 @@ def test_closing_drops_what_is_pending_and_ends_the_threads(gated: Gated) -> Non
     assert threads() == []
     assert gated.begun.empty()
     with pytest.raises(AssertionError, match="the copier is closed"):
-        copier.start(D, slot(), is_demand=True)
+        begin(copier, D, slot(), is_demand=True)
     copier.close()
 
 
 def test_an_error_of_the_caller_ends_the_threads_too(gated: Gated) -> None:
     gated.let_all()
     with pytest.raises(ZeroDivisionError), Copier([gated]) as copier:
-        copier.start(A, slot(), is_demand=False)
+        begin(copier, A, slot(), is_demand=False)
         assert threads() == ["experts-gated"]
         raise ZeroDivisionError
     assert threads() == []
@@ -313,7 +313,7 @@ def test_an_error_reaches_who_waits_and_nobody_else(gated: Gated, error: Excepti
     gated.failing[A] = error
     gated.let_all()
     with Copier([gated]) as copier:
-        failed, other = (copier.start(key, slot(), is_demand=False) for key in (A, B))
+        failed, other = (begin(copier, key, slot(), is_demand=False) for key in (A, B))
         other.wait()
         for _ in range(2):
             with pytest.raises(type(error)) as caught:
@@ -328,15 +328,15 @@ def test_a_slot_must_fit_and_be_free(gated: Gated) -> None:
     into = slot()
     with Copier([gated]) as copier:
         with pytest.raises(AssertionError, match="no tier has the expert"):
-            copier.start((7, 0), into, is_demand=True)
+            begin(copier, (7, 0), into, is_demand=True)
         with pytest.raises(AssertionError, match="has 11 bytes, the expert 12"):
-            copier.start(A, into[:-1], is_demand=True)
-        first = copier.start(A, into, is_demand=False)
+            begin(copier, A, into[:-1], is_demand=True)
+        first = begin(copier, A, into, is_demand=False)
         with pytest.raises(AssertionError, match=r"is still being filled with \(0, 1\)"):
-            copier.start(B, into, is_demand=True)
+            begin(copier, B, into, is_demand=True)
         gated.let_all()
         first.wait()
-        copier.start(B, into, is_demand=True).wait()
+        begin(copier, B, into, is_demand=True).wait()
     assert is_whole(into, B)
 
 
@@ -364,13 +364,13 @@ def test_no_slot_ever_holds_wrong_bytes(tmp_path: Path, monkeypatch: pytest.Monk
                 if what == "cancel" and before.cancel():
                     left = before.into.clone()
                     for other in [(1, 1), (1, 2)]:  # both threads go on
-                        copier.start(other, torch.zeros_like(arena[0]), is_demand=True).wait()
+                        begin(copier, other, torch.zeros_like(arena[0]), is_demand=True).wait()
                     assert torch.equal(before.into, left)
                 else:
                     before.wait()
                     assert torch.equal(before.into, blob(before.key))
             into = arena[place, : CONTENTS.blob_bytes(key[0])]
-            held[place] = copier.start(key, into, is_demand=drawn.random() < 0.5)
+            held[place] = begin(copier, key, into, is_demand=drawn.random() < 0.5)
         for transfer in held.values():
             transfer.wait()
             assert torch.equal(transfer.into, blob(transfer.key))
@@ -384,7 +384,7 @@ def test_an_expert_that_is_nowhere_ends_the_wait_for_it(tmp_path: Path) -> None:
     flip(tmp_path / CONTENTS.file_name, CONTENTS.places[0, 5].start)
     checkpoint.is_lost = True
     with Copier([nvme]) as copier:
-        transfer = copier.start((0, 5), torch.zeros(CONTENTS.blob_bytes(0), dtype=torch.uint8), is_demand=True)
+        transfer = begin(copier, (0, 5), torch.zeros(CONTENTS.blob_bytes(0), dtype=torch.uint8), is_demand=True)
         with pytest.raises(MoecError, match=r"expert 5 of layers\.1 cannot be read: its expert file") as caught:
             transfer.wait()
     assert caught.value.diagnostics[0].code == "E0643"
@@ -398,7 +398,7 @@ def test_few_bytes_are_copied_by_who_waits_for_them() -> None:
     tier, into, me = Gated(wake_bytes=25), slot(), threading.current_thread().name
     tier.let_all()
     with Copier([tier]) as copier:
-        few = [copier.start(A, into, is_demand=False), copier.start(B, slot(), is_demand=False)]
+        few = [begin(copier, A, into, is_demand=False), begin(copier, B, slot(), is_demand=False)]
         assert ([transfer.is_done for transfer in few], tier.copied_by) == ([True, True], [])
         few[0].wait()
         assert (is_whole(into, A), tier.copied_by) == (True, [me] * PIECES)
@@ -412,7 +412,7 @@ def test_few_bytes_are_copied_by_who_waits_for_them() -> None:
 def test_more_bytes_wake_the_thread_and_it_falls_asleep_again() -> None:
     tier, me = Gated(wake_bytes=25), threading.current_thread().name
     with Copier([tier]) as copier:
-        many = [copier.start(key, slot(), is_demand=False) for key in (A, B, C)]
+        many = [begin(copier, key, slot(), is_demand=False) for key in (A, B, C)]
         assert tier.next() == (A, 0)
         assert [transfer.is_done for transfer in many] == [False] * 3
         tier.let_all()
@@ -421,7 +421,7 @@ def test_more_bytes_wake_the_thread_and_it_falls_asleep_again() -> None:
         assert tier.copied_by[0] == "experts-gated"
         fall_asleep(copier)
         del tier.copied_by[:]
-        few = copier.start(D, slot(), is_demand=True)
+        few = begin(copier, D, slot(), is_demand=True)
         assert not copier.lanes[0].is_awake
         few.wait()
         assert tier.copied_by == [me] * PIECES
@@ -431,11 +431,11 @@ def test_the_thread_goes_on_behind_a_piece_that_was_copied_for_it() -> None:
     """Its waking up falls into a piece that another thread copies, and it must not miss its turn after that."""
     tier = Gated(wake_bytes=20)
     with Copier([tier]) as copier:
-        first = copier.start(A, slot(), is_demand=True)
+        first = begin(copier, A, slot(), is_demand=True)
         waiting = threading.Thread(target=first.wait, name="waiting")
         waiting.start()
         assert tier.next() == (A, 0)
-        second = copier.start(B, slot(), is_demand=False)
+        second = begin(copier, B, slot(), is_demand=False)
         assert copier.lanes[0].is_awake
         tier.let_all()
         waiting.join(SECONDS)
@@ -450,7 +450,7 @@ def test_an_error_in_few_bytes_is_raised_where_they_are_waited_for() -> None:
     tier.let_all()
     tier.failing[A] = KeyboardInterrupt()
     with Copier([tier]) as copier:
-        failed, other = copier.start(A, slot(), is_demand=True), copier.start(B, slot(), is_demand=True)
+        failed, other = begin(copier, A, slot(), is_demand=True), begin(copier, B, slot(), is_demand=True)
         with pytest.raises(KeyboardInterrupt):
             failed.wait()
         other.wait()
@@ -543,7 +543,7 @@ def paced(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Copier, SetClock]]:
 def test_who_waits_waits_until_the_link_has_brought_it(paced: tuple[Copier, SetClock]) -> None:
     copier, clock = paced
     clock.time = 100.0
-    first, second = copier.start(A, slot(), is_demand=True), copier.start(B, slot(), is_demand=True)
+    first, second = begin(copier, A, slot(), is_demand=True), begin(copier, B, slot(), is_demand=True)
     first.wait()
     second.wait()
     assert clock.waited == [105, 110]
@@ -552,13 +552,13 @@ def test_who_waits_waits_until_the_link_has_brought_it(paced: tuple[Copier, SetC
     clock.time = 110.0
     assert second.is_done
     clock.time = 120.0
-    copier.start(C, slot(), is_demand=False).wait()
+    begin(copier, C, slot(), is_demand=False).wait()
     assert clock.waited == [105, 110, 125]
 
 
 def test_what_is_promoted_or_waited_for_goes_first_on_the_link_too(paced: tuple[Copier, SetClock]) -> None:
     copier, clock = paced
-    ahead = [copier.start(key, slot(), is_demand=False) for key in (A, B, C)]
+    ahead = [begin(copier, key, slot(), is_demand=False) for key in (A, B, C)]
     clock.time = 1.0
     ahead[2].promote()
     ahead[2].wait()
@@ -569,7 +569,7 @@ def test_what_is_promoted_or_waited_for_goes_first_on_the_link_too(paced: tuple[
 
 def test_what_is_cancelled_before_it_is_due_was_stopped(paced: tuple[Copier, SetClock]) -> None:
     copier, clock = paced
-    unwanted, kept = copier.start(A, slot(), is_demand=False), copier.start(B, slot(), is_demand=False)
+    unwanted, kept = begin(copier, A, slot(), is_demand=False), begin(copier, B, slot(), is_demand=False)
     clock.time = 3.5
     assert unwanted.cancel()
     assert unwanted.cancel()
@@ -588,7 +588,7 @@ def test_without_a_rate_nobody_waits_for_a_link(gated: Gated) -> None:
     clock = SetClock()
     gated.let_all()
     with Copier([gated], clock) as copier:
-        copier.start(A, slot(), is_demand=False).wait()
+        begin(copier, A, slot(), is_demand=False).wait()
     assert clock.waited == []
 
 

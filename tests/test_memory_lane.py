@@ -28,7 +28,7 @@ from moec.runtime.experts.pace import Link, Load, Rate, SystemClock
 from moec.runtime.experts.thread_lane import ThreadLane
 from moec.runtime.experts.tiers import HostTier
 from moec.runtime.experts.transfer import State, Transfer
-from tests.expert_blobs import CONTENTS, Checkpoint, blob
+from tests.expert_blobs import CONTENTS, Checkpoint, begin, blob
 
 #: Experts of three pieces, the last one shorter, and of 300.
 A, B, C, LARGE = (0, 0), (0, 1), (0, 5), (1, 1)
@@ -62,7 +62,7 @@ def host(rate: Rate | None = None) -> HostTier:
 def ask(copier: Copier, key: Key, is_demand: bool) -> MemoryTransfer:
     """Into a slot of its own."""
     into = torch.zeros(CONTENTS.blob_bytes(key[0]), dtype=torch.uint8)
-    transfer = copier.start(key, into, is_demand)
+    transfer = begin(copier, key, into, is_demand)
     assert isinstance(transfer, MemoryTransfer)
     return transfer
 
@@ -89,7 +89,7 @@ def has_begun(transfer: Transfer) -> bool:
 
 
 def asked_at(transfer: MemoryTransfer) -> float:
-    return float(transfer._record.asked_at)
+    return float(transfer.record.asked_at)
 
 
 def times(transfer: Transfer) -> tuple[float, float]:
@@ -154,7 +154,7 @@ def test_every_byte_comes_and_none_beside_them(
     keys = CONTENTS.keys
     around = [torch.full((CONTENTS.blob_bytes(key[0]) + 2,), 255, dtype=torch.uint8) for key in keys]
     with Copier([host(rate)]) as copier:
-        transfers = [copier.start(key, into[1:-1], is_demand) for key, into in zip(keys, around, strict=True)]
+        transfers = [begin(copier, key, into[1:-1], is_demand) for key, into in zip(keys, around, strict=True)]
         assert isinstance(copier.lanes[0], MemoryLane)
         arrive(transfers)
         assert {(transfer.state, transfer.is_demand) for transfer in transfers} == {(State.WHOLE, is_demand)}
@@ -188,7 +188,7 @@ def test_no_slot_ever_holds_wrong_bytes(monkeypatch: pytest.MonkeyPatch, rate: R
                 else:
                     before.wait()
                     assert is_whole(before)
-            held[place] = copier.start(key, arena[place, : CONTENTS.blob_bytes(key[0])], drawn.random() < 0.5)
+            held[place] = begin(copier, key, arena[place, : CONTENTS.blob_bytes(key[0])], drawn.random() < 0.5)
         for transfer in held.values():
             transfer.wait()
             assert is_whole(transfer)
@@ -268,7 +268,7 @@ def test_nobody_who_waited_goes_on_too_early(
         for key in (A, LARGE, B):
             transfer = ask(copier, key, is_demand=True)
             transfer.wait()
-            assert library.lane_is_there(transfer.reference)  # which looks at the clock
+            assert library.lane_is_there(transfer.address)  # which looks at the clock
             assert (is_whole(transfer), transfer.is_done) == (True, True)
 
 
@@ -350,7 +350,7 @@ def test_nothing_is_written_once_cancel_has_returned(monkeypatch: pytest.MonkeyP
 def test_closing_drops_what_is_pending_and_ends_the_thread(library: ctypes.CDLL) -> None:
     lane, thread = opened(library, NEVER)
     into = [torch.zeros(CONTENTS.blob_bytes(0), dtype=torch.uint8) for _ in range(3)]
-    transfers = [lane.start(key, into[key[1] % 3], key == A) for key in (A, B, C)]
+    transfers = [begin(lane, key, into[key[1] % 3], key == A) for key in (A, B, C)]
     until(lambda: has_begun(transfers[0]))
     assert thread
     lane.close()
@@ -363,7 +363,7 @@ def test_closing_drops_what_is_pending_and_ends_the_thread(library: ctypes.CDLL)
         with pytest.raises(AssertionError, match="was cancelled"):
             transfer.wait()
     with pytest.raises(AssertionError, match="the copier is closed"):
-        lane.start(A, into[0], is_demand=True)
+        begin(lane, A, into[0], is_demand=True)
 
 
 def test_a_closed_lane_tells_still_what_it_brought(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +390,7 @@ def test_who_waits_can_be_interrupted(library: ctypes.CDLL) -> None:
     sender = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
     try:
         lane, thread = opened(library, NEVER)
-        transfer = lane.start(LARGE, torch.zeros(CONTENTS.blob_bytes(1), dtype=torch.uint8), is_demand=False)
+        transfer = begin(lane, LARGE, torch.zeros(CONTENTS.blob_bytes(1), dtype=torch.uint8), is_demand=False)
         with pytest.raises(Interrupted):
             sender.start()
             transfer.wait()
@@ -404,7 +404,7 @@ def test_who_waits_can_be_interrupted(library: ctypes.CDLL) -> None:
 
 def test_a_lane_that_nobody_closed_ends_its_thread(library: ctypes.CDLL) -> None:
     lane, thread = opened(library, NEVER)
-    lane.start(A, torch.zeros(CONTENTS.blob_bytes(0), dtype=torch.uint8), is_demand=True)
+    begin(lane, A, torch.zeros(CONTENTS.blob_bytes(0), dtype=torch.uint8), is_demand=True)
     assert thread
     del lane
     collect()
@@ -439,7 +439,7 @@ def test_a_forked_process_may_let_go_of_a_lane(library: ctypes.CDLL) -> None:
 
 def lane_of(copier: Copier) -> type:
     with copier:
-        transfer = copier.start(A, torch.zeros(CONTENTS.blob_bytes(0), dtype=torch.uint8), is_demand=True)
+        transfer = begin(copier, A, torch.zeros(CONTENTS.blob_bytes(0), dtype=torch.uint8), is_demand=True)
         transfer.wait()
     assert is_whole(transfer)
     return type(copier.lanes[0])

@@ -203,16 +203,19 @@ class ExpertCache:
 
     def _begin(self, index: int, loads: Sequence[Use | Load], is_demand: bool) -> None:
         """Copy experts into their slots. A guess that was still on its way there is not wanted any more."""
-        moving, places = self._moving, self._places[index]
+        moving, places, copies = self._moving, self._places[index], list[tuple[Key, Tensor]]()
         for load in loads:
             slot = load.slot
-            if (before := moving.pop(slot, None)) is not None:
+            if (before := moving.get(slot)) is not None:
                 before.cancel()
             if (into := places.get(slot)) is None:
                 into = places[slot] = self.arena[slot, : self.contents.blob_bytes(index)]
-            transfer = moving[slot] = self.copier.start((index, load.expert), into, is_demand)
-            if self.copies is not None:
-                self.copies.append(Copy(self._layers[index], load.expert, self._status.phase, is_demand, transfer))
+            copies.append(((index, load.expert), into))
+        transfers = self.copier.start(copies, is_demand)
+        moving.update(zip([load.slot for load in loads], transfers, strict=True))
+        if self.copies is not None:
+            layer, phase = self._layers[index], self._status.phase
+            self.copies += [Copy(layer, transfer.key[1], phase, is_demand, transfer) for transfer in transfers]
 
 
 def _one_of_each_slot(uses: Sequence[Use], but: Collection[int] = ()) -> tuple[Sequence[Use], Sequence[Use]]:

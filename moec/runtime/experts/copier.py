@@ -1,7 +1,7 @@
 """Brings experts into slots while the rank computes: one thread for each tier in use, demands before prefetches.
 
     with Copier([host, nvme]) as copier:
-        ahead = copier.start((3, 17), arena[slot], is_demand=False)
+        (ahead,) = copier.start([((3, 17), arena[slot])], is_demand=False)
         ...
         ahead.wait()
 
@@ -20,7 +20,7 @@ from moec.runtime.experts.memory_lane import MemoryLane, memory_library
 from moec.runtime.experts.pace import Clock, SystemClock
 from moec.runtime.experts.thread_lane import ThreadLane
 from moec.runtime.experts.tiers import HostTier, Tier
-from moec.runtime.experts.transfer import Lane, State, Transfer
+from moec.runtime.experts.transfer import Lane, Transfer
 
 
 class Copier:
@@ -29,7 +29,6 @@ class Copier:
     def __init__(self, tiers: Sequence[Tier], clock: Clock | None = None) -> None:
         """`tiers`: fastest first. `clock`: another one than the machine's."""
         self.lanes: list[Lane] = []
-        self._last: dict[int, Transfer] = {}
         self._found: dict[Key, tuple[Lane, int]] = {}  # an expert's lane and bytes
         try:
             for tier in tiers:
@@ -46,21 +45,21 @@ class Copier:
     ) -> None:
         self.close()
 
-    def start(self, key: Key, into: Tensor, is_demand: bool) -> Transfer:
-        """Begin to copy the expert `key` into `into` (uint8 [blob bytes], contiguous).
+    def start(self, copies: Sequence[tuple[Key, Tensor]], is_demand: bool) -> Sequence[Transfer]:
+        """Begin to copy experts, in this order, each into its slot (uint8 [blob bytes], contiguous).
 
-        On a CUDA device the slot is written after what its current stream has been given so far, which may still read
-        the expert that was there.
+        On a CUDA device a slot is written after what its current stream has been given so far, which may still read the
+        expert that was there.
         """
-        slot = into.data_ptr()
-        before = self._last.get(slot)
-        if before is not None and before.state is State.PENDING:
-            raise AssertionError(f"the slot for {key} is still being filled with {before.key}")
-        lane, size = self._found.get(key) or self._find(key)
-        if size != into.numel():
-            raise AssertionError(f"the slot for {key} has {into.numel()} bytes, the expert {size}")
-        transfer = self._last[slot] = lane.start(key, into, is_demand)
-        return transfer
+        parts: dict[Lane, list[tuple[Key, Tensor]]] = {}
+        for copy in copies:
+            key, into = copy
+            lane, size = self._found.get(key) or self._find(key)
+            if size != into.numel():
+                raise AssertionError(f"the slot for {key} has {into.numel()} bytes, the expert {size}")
+            parts.setdefault(lane, []).append(copy)
+        begun = {lane: iter(lane.start(part, is_demand)) for lane, part in parts.items()}
+        return [next(begun[self._found[key][0]]) for key, _ in copies]
 
     def _find(self, key: Key) -> tuple[Lane, int]:
         for lane in self.lanes:

@@ -95,6 +95,13 @@ class Lane {
         queue.erase(std::find(queue.begin(), queue.end(), &transfer));
     }
 
+    bool is_filled(int64_t place) const {
+        for (auto* queue : {&demands, &prefetches})
+            for (const Transfer* transfer : *queue)
+                if ((int64_t)transfer->into - (transfer->size - transfer->left) == place) return true;
+        return false;
+    }
+
     double seconds_of(const Transfer& transfer, int64_t bytes) const {
         return bandwidth > 0 ? bytes / bandwidth + (transfer.began_at < 0 ? latency : 0) : 0;
     }
@@ -172,14 +179,23 @@ class Lane {
         thread.join();
     }
 
-    void start(Transfer& transfer) {
+    // Queue `count` transfers, in this order: `asked` has the addresses that they are from, then those that they go to,
+    // then their bytes. Where one of these places is still being filled none is, and that one's number is given back.
+    int64_t start(Transfer* transfers, const int64_t* asked, int64_t count, bool is_demand) {
+        const int64_t *from = asked, *into = from + count, *size = into + count;
         Lock lock(mutex);
-        transfer.asked_at = transfer.needed_at = now();
-        queue_of(transfer).push_back(&transfer);
+        for (int64_t i = 0; i < count; i++)
+            if (is_filled(into[i])) return i;
+        const double at = now();
+        for (int64_t i = 0; i < count; i++) {
+            transfers[i] = {(const char*)from[i], (char*)into[i], size[i], size[i], at, at, -1, 0, is_demand, PENDING};
+            queue_of(transfers[i]).push_back(&transfers[i]);
+        }
         const bool must_wake = is_asleep;
         is_asleep = false;
         lock.unlock();
         if (must_wake) work.notify_one();
+        return count;
     }
 
     static bool is_there(const Transfer& transfer) {
@@ -252,7 +268,9 @@ Lane* lane_open(double bandwidth, double latency, int64_t piece_bytes) {
 
 void lane_close(Lane* lane) { lane->close(); }
 void lane_free(Lane* lane) { delete lane; }
-void lane_start(Lane* lane, Transfer* transfer) { lane->start(*transfer); }
+int64_t lane_start(Lane* lane, Transfer* transfers, const int64_t* asked, int64_t count, bool is_demand) {
+    return lane->start(transfers, asked, count, is_demand);
+}
 bool lane_is_there(const Transfer* transfer) { return Lane::is_there(*transfer); }
 bool lane_wait(Lane* lane, const Transfer* transfer, double patience) { return lane->wait(*transfer, patience); }
 void lane_promote(Lane* lane, Transfer* transfer) { lane->promote(*transfer); }

@@ -10,6 +10,8 @@ import ctypes
 import functools
 import os
 import weakref
+from array import array
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -32,7 +34,7 @@ _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "lane_open": ((_F, _F, _N), _P),
     "lane_close": ((_P,), None),
     "lane_free": ((_P,), None),
-    "lane_start": ((_P, _P), None),
+    "lane_start": ((_P, _P, _P, _N, _B), _N),
     "lane_is_there": ((_P,), _B),
     "lane_wait": ((_P, _P, _F), _B),
     "lane_promote": ((_P, _P), None),
@@ -58,50 +60,58 @@ class _Record(ctypes.Structure):
     )
 
 
+_RECORD_BYTES = ctypes.sizeof(_Record)
+
+
 class MemoryTransfer:
-    """A `Transfer`. Whoever starts it keeps it for as long as it is pending, since the lane's thread writes in it."""
+    """A `Transfer`, the `number`-th of those in `records`. Its lane keeps it while its thread writes there."""
 
-    __slots__ = ("_is_there", "_lane", "_record", "into", "key", "reference")
+    __slots__ = ("_is_there", "_lane", "_number", "_records", "address", "into", "key")
 
-    def __init__(self, lane: MemoryLane, key: Key, source: int, into: Tensor, slot: int, is_demand: bool) -> None:
-        size = into.numel()
+    def __init__(
+        self, lane: MemoryLane, key: Key, into: Tensor, records: ctypes.Array[_Record], number: int, address: int
+    ) -> None:
         self.key, self.into, self._lane, self._is_there = key, into, lane, False
-        self._record = _Record(source, slot, size, size, 0.0, 0.0, -1.0, 0.0, is_demand, 0)
-        self.reference = ctypes.byref(self._record)
+        self._records, self._number, self.address = records, number, address
+
+    @property
+    def record(self) -> _Record:
+        return self._records[self._number]
 
     @property
     def is_demand(self) -> bool:
-        return bool(self._record.is_demand)
+        return bool(self.record.is_demand)
 
     @property
     def state(self) -> State:
-        return _STATES[self._record.state]
+        return _STATES[self.record.state]
 
     @property
     def is_done(self) -> bool:
         if not self._is_there:
-            self._is_there = self._lane.library.lane_is_there(self.reference)
+            self._is_there = self._lane.library.lane_is_there(self.address)
         return self._is_there
 
     @property
     def times(self) -> tuple[float, float] | None:
-        return (self._record.began_at, self._record.due) if self.state is State.WHOLE else None
+        record = self.record
+        return (record.began_at, record.due) if self.state is State.WHOLE else None
 
     def wait(self) -> None:
         if self.is_done:
             return
         self.promote()
-        while not self._lane.library.lane_wait(self._lane.handle, self.reference, _PATIENCE_SECONDS):
+        while not self._lane.library.lane_wait(self._lane.handle, self.address, _PATIENCE_SECONDS):
             if self.state is State.DROPPED:
                 raise AssertionError(f"the transfer of {self.key} was cancelled")
         self._is_there = True
 
     def promote(self) -> None:
-        if not self._record.is_demand:
-            self._lane.library.lane_promote(self._lane.handle, self.reference)
+        if not self.is_demand:
+            self._lane.library.lane_promote(self._lane.handle, self.address)
 
     def cancel(self) -> bool:
-        return not self._is_there and bool(self._lane.library.lane_cancel(self._lane.handle, self.reference))
+        return not self._is_there and bool(self._lane.library.lane_cancel(self._lane.handle, self.address))
 
 
 class MemoryLane:
@@ -124,13 +134,25 @@ class MemoryLane:
     def num_bytes(self) -> int:
         return int(self.library.lane_bytes(self.handle))
 
-    def start(self, key: Key, into: Tensor, is_demand: bool) -> MemoryTransfer:
+    def start(self, copies: Sequence[tuple[Key, Tensor]], is_demand: bool) -> list[MemoryTransfer]:
         if self._is_closed:
             raise AssertionError("the copier is closed")
-        slot = into.data_ptr()
-        transfer = self._latest[slot] = MemoryTransfer(self, key, self._sources[key], into, slot, is_demand)
-        self.library.lane_start(self.handle, transfer.reference)
-        return transfer
+        slots, sources, count = [into.data_ptr() for _, into in copies], self._sources, len(copies)
+        asked = array("q", [sources[key] for key, _ in copies] + slots + [into.numel() for _, into in copies])
+        records = (_Record * count)()
+        first, queued = ctypes.addressof(records), count
+        transfers = [
+            MemoryTransfer(self, key, into, records, number, first + number * _RECORD_BYTES)
+            for number, (key, into) in enumerate(copies)
+        ]
+        try:
+            queued = self.library.lane_start(self.handle, first, asked.buffer_info()[0], count, is_demand)
+        finally:  # of an interrupt too, behind which the thread still writes in `records`
+            if queued == count:
+                self._latest.update(zip(slots, transfers, strict=True))
+        if queued < count:
+            raise AssertionError(f"the slot for {copies[queued][0]} is still being filled")
+        return transfers
 
     def close(self) -> None:
         self._is_closed = True

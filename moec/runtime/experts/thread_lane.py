@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -98,19 +98,30 @@ class ThreadLane:
         self._thread = threading.Thread(target=self._run, name=f"experts-{tier.name}", daemon=True)
         self._thread.start()
 
-    def start(self, key: Key, into: Tensor, is_demand: bool) -> ThreadTransfer:
-        transfer = ThreadTransfer(self, key, into, is_demand, self.clock.now())
+    def start(self, copies: Sequence[tuple[Key, Tensor]], is_demand: bool) -> list[ThreadTransfer]:
+        now = self.clock.now()
+        transfers = [ThreadTransfer(self, key, into, is_demand, now) for key, into in copies]
         with self._work:
             if self._is_closed:
                 raise AssertionError("the copier is closed")
-            self._queue(transfer).append(transfer)
-            self._backlog += transfer.into.numel()
-            if not self.is_awake and (self._backlog >= self.tier.wake_bytes or transfer.into.is_cuda):
+            for transfer in transfers:
+                self._put(transfer)
+            if not self.is_awake and (self._backlog >= self.tier.wake_bytes or copies[0][1].is_cuda):
                 self.is_awake = True
                 self._work.notify()
         if self.link is not None:
-            self.link.ask(transfer.load)
-        return transfer
+            for transfer in transfers:
+                self.link.ask(transfer.load)
+        return transfers
+
+    def _put(self, transfer: ThreadTransfer) -> None:
+        """Put it on its queue. With the lock held."""
+        slot = transfer.into.data_ptr()
+        for before in (*self._demands, *self._prefetches):
+            if before.into.data_ptr() == slot:
+                raise AssertionError(f"the slot for {transfer.key} is still being filled with {before.key}")
+        self._queue(transfer).append(transfer)
+        self._backlog += transfer.into.numel()
 
     def wait(self, transfer: ThreadTransfer) -> None:
         """Return once `transfer` has ended, in whatever way."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Protocol
 
@@ -71,8 +72,11 @@ class Lane(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
-    def start(self, key: Key, into: Tensor, is_demand: bool) -> Transfer:
-        """Queue the copy of an expert into `into` (uint8 [blob bytes], contiguous)."""
+    def start(self, copies: Sequence[tuple[Key, Tensor]], is_demand: bool) -> Sequence[Transfer]:
+        """Queue copies of experts, in this order, each into its slot (uint8 [blob bytes], contiguous).
+
+        Raises AssertionError where the lane still fills one of those slots.
+        """
         ...
 
     def close(self) -> None:
