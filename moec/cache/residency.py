@@ -80,21 +80,22 @@ class Residency:
         self.num_slots = slots * len(held)
         self.counters = [Counters() for _ in held]
         self._held = [frozenset(experts) for experts in held]
-        self._tables: list[dict[int, int]] = [{} for _ in held]
+        self._tables: list[dict[int, Use]] = [{} for _ in held]  # the look-up of each resident, as a hit
         pools = [list(range((layer + 1) * slots - 1, layer * slots - 1, -1)) for layer in range(len(held))]
         shared = [slot for pool in reversed(pools) for slot in pool]
         self._free = [shared] * len(held) if policy.scope == "rank" else pools  # the lowest at the end
         self._guessed: dict[Key, None] = {}  # prefetched since the last look-up of their layer: nobody evicts them
-        self._unused: set[Key] = set()  # prefetched and not used since
+        self._unused: list[set[int]] = [set() for _ in held]  # prefetched and not used since
         self._wanted: set[Key] = set()  # by a look-up that is not served yet
         self._pinned = frozenset(pinned)
         for layer, expert in sorted(pinned):
             self._check(layer, [expert])
-            self._tables[layer][expert] = self._free[layer].pop()
+            self._place(layer, expert, self._free[layer].pop())
         self._room = [len(free) for free in self._free]  # what is not pinned
 
     def slot_of(self, layer: int, expert: int) -> int | None:
-        return self._tables[layer].get(expert)
+        found = self._tables[layer].get(expert)
+        return None if found is None else found.slot
 
     def resident(self, layer: int) -> tuple[int, ...]:
         """Experts that have a slot, in ascending order."""
@@ -125,8 +126,8 @@ class Residency:
         self._wanted = {(layer, expert) for expert in wanted}
         table, uses, misses = self._tables[layer], list[Use](), list[int]()
         for expert in wanted:
-            if (slot := table.get(expert)) is not None:
-                uses.append(Use(expert, slot, False, None))
+            if (hit := table.get(expert)) is not None:
+                uses.append(hit)
             else:
                 misses.append(expert)
         self._count(layer, uses, len(misses))
@@ -152,10 +153,10 @@ class Residency:
         kept = self._wanted.union([(layer, expert) for expert in experts if expert in table])
         places = self._places(layer, len(missing), kept)
         loads = [Load(expert, slot, gone) for expert, (slot, gone) in zip(missing, places, strict=False)]
-        for load in loads:
-            table[load.expert] = load.slot
-            self._guessed[layer, load.expert] = None
-            self._unused.add((layer, load.expert))
+        for expert, slot, _ in loads:
+            self._place(layer, expert, slot)
+            self._guessed[layer, expert] = None
+            self._unused[layer].add(expert)
         self.counters[layer].prefetches += len(loads)
         self.counters[layer].skipped += len(missing) - len(loads)
         return loads
@@ -205,17 +206,21 @@ class Residency:
             del self._guessed[key]
         return [(self._evict(key), key) for key in newest]
 
+    def _place(self, layer: int, expert: int, slot: int) -> None:
+        self._tables[layer][expert] = Use(expert, slot, False, None)
+
     def _put(self, layer: int, expert: int, slot: int) -> None:
-        self._tables[layer][expert] = slot
+        self._place(layer, expert, slot)
         self.policy.admit((layer, expert))
 
     def _evict(self, key: Key) -> int:
-        counters = self.counters[key[0]]
+        layer, expert = key
+        counters = self.counters[layer]
         counters.evictions += 1
-        if key in self._unused:
-            self._unused.remove(key)
+        if expert in self._unused[layer]:
+            self._unused[layer].remove(expert)
             counters.useless += 1
-        return self._tables[key[0]].pop(key[1])
+        return self._tables[layer].pop(expert).slot
 
     def _settle(self, layer: int) -> None:
         """The guesses for this look-up have been right or wrong: from now on they may leave like all others."""
@@ -228,10 +233,10 @@ class Residency:
         counters.lookups += len(hits) + misses
         counters.hits += len(hits)
         counters.misses += misses
-        if self._unused:
-            brought = self._unused.intersection((layer, use.expert) for use in hits)
+        if unused := self._unused[layer]:
+            brought = unused.intersection([use.expert for use in hits])
             counters.prefetch_hits += len(brought)
-            self._unused -= brought
+            unused -= brought
 
     def _check(self, layer: int, experts: Collection[int]) -> None:
         if not self._held[layer].issuperset(experts):

@@ -34,7 +34,7 @@ class SweepLfu:
         self._sums = [[0.0] * num_experts for _ in range(num_layers)]
         self._steps = [0] * num_layers
         self._pools: list[set[int]] = [set() for _ in range(num_layers)]
-        #: (sum, expert) of those that may leave a layer, the least first; None: not sorted since something changed.
+        #: (sum, expert) of those that may leave a layer, the least first; None: not sorted since it grew or was used.
         self._ranked: list[list[tuple[float, int]] | None] = [None] * num_layers
         worths: list[float] = [n**-SWEEP_POWER for n in range(1, num_layers + 1)]
         self._nearness = [worths[-n:] + worths[:-n] for n in range(1, num_layers)] + [worths]  # by the layer looked up
@@ -54,12 +54,15 @@ class SweepLfu:
         self._now, self._steps[layer], self._ranked[layer] = layer, step, None
 
     def admit(self, key: Key) -> None:
-        self._pools[key[0]].add(key[1])
-        self._ranked[key[0]] = None
+        layer, expert = key
+        self._pools[layer].add(expert)
+        self._ranked[layer] = None
 
     def drop(self, key: Key) -> None:
-        self._pools[key[0]].remove(key[1])
-        self._ranked[key[0]] = None
+        layer, expert = key
+        self._pools[layer].remove(expert)
+        if (rank := self._ranked[layer]) is not None:
+            rank.remove((self._sums[layer][expert], expert))
 
     def victims(self, layer: int, count: int, kept: Collection[Key]) -> list[Key]:
         ranks = [self._rank(at) for at in range(len(self._pools))]
