@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moec.cache.policies import policy_named
-from moec.cache.residency import Counters, Load, Residency, Use, least_slots
+from moec.cache.residency import PASSING, Counters, Load, Residency, Use, least_slots
 from tests.cache_drivers import ALL_POLICIES, Checked, policy_of
 
 
@@ -57,7 +57,9 @@ def test_the_faulty_sequence_with_guesses_that_are_always_wrong(name: str) -> No
 
 operations = st.lists(
     st.tuples(
-        st.sampled_from(("demand", "served", "prefetch")), st.integers(0, 2), st.lists(st.integers(0, 6), max_size=7)
+        st.sampled_from(("demand", "prompts", "served", "prefetch")),
+        st.integers(0, 2),
+        st.lists(st.integers(0, 6), max_size=7),
     ),
     min_size=1,
     max_size=40,
@@ -70,15 +72,15 @@ operations = st.lists(
 def test_whatever_is_asked_no_slot_is_lost_or_shared(
     name: str, steps: list[tuple[str, int, list[int]]], slots: int, pinned: set[tuple[int, int]], data: Any
 ) -> None:
-    look_ups = [(layer, experts) for what, layer, experts in steps if what == "demand"]
+    look_ups = [(layer, experts) for what, layer, experts in steps if what in ("demand", "prompts")]
     held = [range(7)] * 3
     policy = policy_of(name, 3, 7, look_ups)
     slots = max(slots, least_slots(held, policy.scope, pinned))
     checked = Checked(Residency(held, slots, policy, pinned), 3, slots, pinned)
     checked.fill(data.draw(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 6)), max_size=8)))
     for what, layer, experts in steps:
-        if what == "demand":
-            checked.demand(layer, experts)
+        if what in ("demand", "prompts"):
+            checked.demand(layer, experts, of_prompts=what == "prompts")
         elif what == "served":
             checked.served()
         else:
@@ -145,6 +147,33 @@ def test_a_guess_for_a_later_layer_does_not_split_a_step() -> None:
     uses = residency.demand(0, [0, 1])
     assert [use.evicted for use in uses] == [(1, 3), (1, 2)]
     assert residency.counters[1].useless == 2
+
+
+@pytest.mark.parametrize("name", [name for name in ALL_POLICIES if policy_of(name, 1, 1, []).scope == "rank"])
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5), st.booleans(), st.data())
+def test_a_step_of_prompts_loads_in_a_pool_what_is_in_no_slot_and_little_twice(
+    name: str, slots: int, is_guessed: bool, data: Any
+) -> None:
+    """Residents of layers to come stay, but for those whose slots the step passes through."""
+    experts = st.sets(st.integers(0, 6), max_size=7)
+    before, step = (data.draw(st.lists(experts, min_size=4, max_size=4)) for _ in range(2))
+    look_ups = [*enumerate(before), *enumerate(step)]
+    checked = Checked(Residency([range(7)] * 4, slots, policy_of(name, 4, 7, look_ups)), 4, slots, ())
+    checked.fill(data.draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), max_size=4 * slots)))
+    for layer, wanted in enumerate(before):
+        checked.demand(layer, wanted)
+        checked.served()
+    missing = {(layer, expert) for layer, wanted in enumerate(step) for expert in wanted} - set(
+        checked.content.values()
+    )
+    loads = sum(checked.loads)
+    for layer, wanted in enumerate(step):
+        checked.demand(layer, wanted, of_prompts=True)
+        checked.served()
+        if is_guessed and layer < 3:
+            checked.prefetch(layer + 1, sorted(step[layer + 1]))
+    assert sum(checked.loads) - loads <= len(missing) + PASSING
 
 
 def test_the_first_keys_are_the_last_to_leave() -> None:

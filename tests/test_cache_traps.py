@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moec.runtime.experts.cache import ExpertCache
 from moec.runtime.experts.copier import Copier
+from moec.runtime.experts.file import Key
 from moec.runtime.experts.transfer import Transfer
 from tests import checkpoints
 from tests.cached import Run, compile_cached, run_cached, same_bits
@@ -55,9 +56,10 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         init(self, *args, **settings)
         self.arena.fill_(NAN_BYTE)
 
-    def started(self: Copier, key: tuple[int, int], into: Tensor, is_demand: bool) -> Transfer:
-        into.fill_(NAN_BYTE)
-        return start(self, key, into, is_demand)
+    def started(self: Copier, copies: Sequence[tuple[Key, Tensor]], is_demand: bool) -> Sequence[Transfer]:
+        for _, into in copies:
+            into.fill_(NAN_BYTE)
+        return start(self, copies, is_demand)
 
     monkeypatch.setattr(ExpertCache, "__init__", opened)
     monkeypatch.setattr(Copier, "start", started)

@@ -109,8 +109,8 @@ class Bound:
             if self._free[self._policy.pool_of(key[0])] and key not in self._present | self._pinned:
                 self._enter(key)
 
-    def demand(self, layer: int, experts: Collection[int]) -> None:
-        """One step looks up these experts of a layer at once."""
+    def demand(self, layer: int, experts: Collection[int], of_prompts: bool = False) -> None:
+        """One step looks up these experts of a layer at once, of whichever phase it is."""
         wanted = {(layer, expert) for expert in experts}
         missing = wanted - self._present - self._pinned
         self._policy.use(layer, sorted(expert for _, expert in wanted))

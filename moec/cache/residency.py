@@ -60,7 +60,7 @@ def check_slots(held: Sequence[Collection[int]], slots: int, scope: Scope, pinne
         raise ValueError(f"{slots} slots per layer: at least {least} are needed")
 
 
-#: A step that wants more than there are slots passes through this many at least: one is computed, the next one comes.
+#: Slots that a step passes through at least, which streams its experts: one is computed, the next one comes.
 PASSING = 2
 
 
@@ -87,6 +87,7 @@ class Residency:
         self._guessed: dict[Key, None] = {}  # prefetched since the last look-up of their layer: nobody evicts them
         self._unused: list[set[int]] = [set() for _ in held]  # prefetched and not used since
         self._wanted: set[Key] = set()  # by a look-up that is not served yet
+        self._to_come: range = range(0)  # layers that the rest of a prompts' step will look up, in a pool of all layers
         self._pinned = frozenset(pinned)
         for layer, expert in sorted(pinned):
             self._check(layer, [expert])
@@ -111,12 +112,15 @@ class Residency:
                 placed.append((layer, expert))
         return placed
 
-    def demand(self, layer: int, experts: Collection[int]) -> list[Use]:
+    def demand(self, layer: int, experts: Collection[int], of_prompts: bool = False) -> list[Use]:
         """Serve the look-ups of one step in one layer. In this order: residents, then misses, each loaded once.
 
         A miss takes a free slot, else the policy's victim among what this step does not look up. Where the step wants
         more than there are slots, some take the slot of an expert further up the same list, which must have been
-        computed by then. What is worth most is not passed over: it stays where it is, or comes last.
+        computed by then: the step streams. What is worth most is not passed over: it stays where it is, or comes last.
+
+        `of_prompts`: the step looks up most experts of every layer. In a pool of all layers it streams, and residents
+        of layers to come stay, since each would have to be loaded again.
         """
         wanted = sorted(set(experts))
         self._check(layer, wanted)
@@ -124,6 +128,7 @@ class Residency:
             self._settle(layer)
         self.policy.use(layer, wanted)
         self._wanted = {(layer, expert) for expert in wanted}
+        self._to_come = range(layer + 1, len(self._held) if of_prompts and self.policy.scope == "rank" else 0)
         table, uses, misses = self._tables[layer], list[Use](), list[int]()
         for expert in wanted:
             if (hit := table.get(expert)) is not None:
@@ -142,8 +147,8 @@ class Residency:
     def prefetch(self, layer: int, experts: Sequence[int], most: int | None = None) -> list[Load]:
         """Load the guesses that are not resident, the best guess first, and at most `most` of them.
 
-        Nothing gives way that is pinned, wanted by a look-up that is not `served`, guessed for a look-up to come, or
-        among these guesses. Where no slot is left the rest is skipped.
+        Nothing gives way that is pinned, wanted by a look-up that is not `served`, guessed for a look-up to come, among
+        these guesses, or kept by a step of prompts. Where no slot is left the rest is skipped.
         """
         self._check(layer, experts)
         table = self._tables[layer]
@@ -151,6 +156,8 @@ class Residency:
         if not missing:
             return []
         kept = self._wanted.union([(layer, expert) for expert in experts if expert in table])
+        if self._to_come:
+            kept |= self._resident(self._to_come)
         places = self._places(layer, len(missing), kept)
         loads = [Load(expert, slot, gone) for expert, (slot, gone) in zip(missing, places, strict=False)]
         for expert, slot, _ in loads:
@@ -164,30 +171,41 @@ class Residency:
     def _load(self, layer: int, misses: list[int], uses: list[Use]) -> None:
         """Append a use for each miss to `uses`, which has the residents."""
         staying: Collection[Key] = ()
-        if len(self._wanted) > self._room[layer] and len(self._wanted - self._pinned) > self._room[layer]:
+        wanted, room = self._wanted, self._room[layer]
+        if self._to_come or (len(wanted) > room and len(wanted - self._pinned) > room):
             staying = self._staying(layer)
             misses.sort(key=lambda expert: (self.policy.worth((layer, expert)), expert))
-        places = self._places(layer, len(misses), self._wanted.union(staying) if staying else self._wanted)
-        if len(places) < len(misses):
-            places += self._retract(len(misses) - len(places))
+        places = self._places(layer, len(misses), wanted.union(staying) if staying else wanted)
+        least = min(PASSING, len(misses)) if self._to_come else len(misses)
+        if len(places) < least:
+            places += self._retract(least - len(places))
         left = iter(misses)
         while True:
             for (slot, gone), expert in zip(places, left, strict=False):
                 self._put(layer, expert, slot)
                 uses.append(Use(expert, slot, True, gone))
-            if (num_left := len(self._wanted) - len(uses)) == 0:
+            if (num_left := len(wanted) - len(uses)) == 0:
                 return
             served = {use.slot: number for number, use in enumerate(uses)}
             places = self._places(layer, num_left, staying)
             places.sort(key=lambda place: served[place[0]])  # the longer ago, the sooner it is free
 
     def _staying(self, layer: int) -> list[Key]:
-        """Residents that keep their slots while a step passes through the others: those worth most."""
-        layers = range(len(self._tables)) if self.policy.scope == "rank" else [layer]
-        resident = {(at, expert) for at in layers for expert in self._tables[at]} - self._guessed.keys()
-        ranked = sorted((resident | self._wanted) - self._pinned, key=lambda key: (self.policy.worth(key), key))
-        best = ranked[len(ranked) - max(self._room[layer] - PASSING, 0) :]
+        """Residents that keep their slots while a step streams: those that it still needs, then those worth most."""
+        layers, room = [layer], self._room[layer]
+        if self.policy.scope == "rank":
+            layers, room = list(range(len(self._tables))), room - len(self._guessed)
+        resident = self._resident(layers) - self._guessed.keys()
+
+        def worth(key: Key) -> tuple[bool, float, Key]:
+            return key[0] in self._to_come, self.policy.worth(key), key
+
+        ranked = sorted((resident | self._wanted) - self._pinned, key=worth)
+        best = ranked[len(ranked) - max(room - PASSING, 0) :]
         return [key for key in best if key in resident]
+
+    def _resident(self, layers: Iterable[int]) -> set[Key]:
+        return {(layer, expert) for layer in layers for expert in self._tables[layer]}
 
     def _places(self, layer: int, count: int, kept: Collection[Key]) -> list[tuple[int, Key | None]]:
         """At most `count` slots and who has just left each: free ones, then those of the policy's victims."""

@@ -112,11 +112,12 @@ def simulate(
         cache = Residency(held, slots, policy, pinned)
         guess = _guesses(trace, cache, held, prefetch, fetched) if prefetch is not None else _no_guess
     cache.fill(initial)
+    phases = _phases(trace)
     for number, step in enumerate(steps):
         for layer, experts in enumerate(step):
             guess(number, layer, True)
             missed = cache.counters[layer].misses
-            cache.demand(layer, experts)
+            cache.demand(layer, experts, of_prompts=phases[number] == PREFILL)
             demanded[number, layer] = cache.counters[layer].misses - missed
             guess(number, layer, False)
     return Outcome(tuple(cache.counters), active, demanded, fetched)
@@ -155,6 +156,12 @@ def popularity_of(trace: Trace) -> Array:
     return np.stack([np.bincount(ids.ravel(), minlength=trace.num_experts) for ids in trace.expert_ids])
 
 
+def _phases(trace: Trace) -> list[int]:
+    """Of each step, by its first token."""
+    found: list[int] = trace.phase[np.minimum(trace.step_starts[:-1], trace.num_tokens - 1)].tolist()
+    return found
+
+
 #: What a layer does in a step, before (True) and after (False) its look-up.
 _Guess = Callable[[int, int, bool], None]
 
@@ -173,7 +180,7 @@ def _guesses(
     """Guess and load; loads are added to `fetched` [steps, layers]."""
     mine = [frozenset(experts) for experts in held]
     by_phase = prefetch if isinstance(prefetch, Mapping) else dict.fromkeys((PREFILL, DECODE), prefetch)
-    phases = trace.phase[np.minimum(trace.step_starts[:-1], trace.num_tokens - 1)].tolist()
+    phases = _phases(trace)
 
     def guess(number: int, layer: int, is_early: bool) -> None:
         if not is_early:

@@ -31,8 +31,8 @@ class Context:
     """The context of one step, or (after `at`) of one layer in it.
 
     `states`: layer -> name -> KV memory [slots, context, ...]. `step_memo` and `memo` keep what kernels derive from the
-    step alone and from the program alone, so that the layers share it. `cache`: where not all experts fit. `chosen`:
-    tiles that Triton kernels have instead of their defaults.
+    step alone and from the program alone, so that the layers share it. `phase`: prefill or decode. `cache`: where not
+    all experts fit. `chosen`: tiles that Triton kernels have instead of their defaults.
     """
 
     step: Step
@@ -45,6 +45,7 @@ class Context:
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     step_memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     layer: int | None = None
+    phase: str = "decode"
     cache: ExpertCache | None = None
     chosen: Mapping[Product, Chosen] = field(default_factory=dict)
 

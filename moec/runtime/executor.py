@@ -127,6 +127,7 @@ class Executor:
             states=self._kv,
             status=self._status,
             memo=self._memo,
+            phase=self.program.phase,
             cache=self._cache,
             chosen=self._chosen,
         )

@@ -115,13 +115,15 @@ class ExpertCache:
         mine = [expert for expert in guessed if expert in held]
         self._begin(index, self.residency.prefetch(index, mine, most), is_demand=False)
 
-    def demand(self, layer: int, experts: Sequence[int]) -> Sequence[Use]:
+    def demand(self, layer: int, experts: Sequence[int], of_prompts: bool = False) -> Sequence[Use]:
         """Claim a slot for each of `experts`. What is missing is on its way when this returns.
+
+        `of_prompts`: in a step of the prefill phase.
 
         An expert whose slot another one of them leaves to it is not: `serve` starts it.
         """
         index = self._index[layer]
-        uses = self._uses[layer] = self.residency.demand(index, experts)
+        uses = self._uses[layer] = self.residency.demand(index, experts, of_prompts)
         if not self._is_copied(uses):
             return uses
         begun, _ = _one_of_each_slot(uses)

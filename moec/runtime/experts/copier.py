@@ -58,8 +58,11 @@ class Copier:
             if size != into.numel():
                 raise AssertionError(f"the slot for {key} has {into.numel()} bytes, the expert {size}")
             parts.setdefault(lane, []).append(copy)
-        begun = {lane: iter(lane.start(part, is_demand)) for lane, part in parts.items()}
-        return [next(begun[self._found[key][0]]) for key, _ in copies]
+        begun = {lane: lane.start(part, is_demand) for lane, part in parts.items()}
+        if len(begun) == 1:
+            return begun.popitem()[1]
+        left = {lane: iter(transfers) for lane, transfers in begun.items()}
+        return [next(left[self._found[key][0]]) for key, _ in copies]
 
     def _find(self, key: Key) -> tuple[Lane, int]:
         for lane in self.lanes:

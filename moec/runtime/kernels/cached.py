@@ -78,7 +78,8 @@ def prefetch_wait(ctx: Context, offsets_M: Tensor, *, table: str) -> Tensor:
     assert ctx.cache is not None and ctx.layer is not None
     held, place = _held(ctx, table)
     slots = [-1] * len(held)
-    for use in ctx.cache.demand(ctx.layer, [held[m] for m, _, _ in ranges_of(offsets_M)]):
+    experts = [held[m] for m, _, _ in ranges_of(offsets_M)]
+    for use in ctx.cache.demand(ctx.layer, experts, of_prompts=ctx.phase == "prefill"):
         slots[place[use.expert]] = use.slot
     slots_M = torch.from_numpy(np.array(slots, np.int32))  # of a list, torch takes three times as long
     return slots_M.to(offsets_M.device) if offsets_M.is_cuda else slots_M
