@@ -12,7 +12,7 @@ from moec.cost.exchange import copy_body
 from moec.ir.build import Builder
 from moec.ir.program import Body, Program, Run, is_op, op_of, operands, output_of, results_of
 from moec.passes.base import Pass
-from moec.plan.prefetch import Option, Pair, Prefetch, pairs, plan_prefetches, reads_ffn_norm
+from moec.plan.prefetch import Option, Pair, Prefetch, pairs, plan_prefetches, predictor_of, reads_ffn_norm
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class PlacePrefetch(Pass):
 
     The guess is the later router's, on this layer's hidden state, or what used to follow this layer's choice. Ranks of
     an ep group add up their guesses, so that each fetches what the others will send it rows for. Layers that have no
-    such later layer get a body of their own.
+    such later layer get a body of their own, and so do those which bring back what the first layers use most.
 
     before: %9 = rms_norm(%8, @ffn_norm, ...)                       (one expert missed a step, room for it before)
     after:  %9 = guess(%8, @next.ffn_norm, @next.router.weight, ...); %10 = count_experts(%9, table=routed)
@@ -43,15 +43,16 @@ class PlacePrefetch(Pass):
             for pair, layers in groups.items():
                 body = program.bodies[name]
                 if pair != largest:
-                    body = _peel(program, before[name], layers, "lead" if pair else "last")
+                    is_last = pair is None or pair[2] < 0
+                    body = _peel(program, before[name], layers, "last" if is_last else "lead")
                 if pair is not None:
-                    _start(program, body, before[pair[1]], pair[2], chosen[pair])
+                    _start(program, body, before[pair[1]], pair, chosen[pair])
 
     def compare(self, program: Program) -> dict[Pair, Prefetch]:
         """What is decided for each kind of layer of a program that has no prefetch yet, and why."""
 
         def start(tried: Program, pair: Pair, option: Option) -> None:
-            _start(tried, tried.bodies[pair[0]], program.bodies[pair[1]], pair[2], option)
+            _start(tried, tried.bodies[pair[0]], program.bodies[pair[1]], pair, option)
 
         return plan_prefetches(program, start)
 
@@ -85,28 +86,25 @@ def _peel(program: Program, original: Body, layers: list[int], suffix: str) -> B
     return copied
 
 
-def _start(program: Program, body: Body, target: Body, ahead: int, option: Option) -> None:
+def _start(program: Program, body: Body, target: Body, pair: Pair, option: Option) -> None:
     """Guess, count, add up, start."""
-    cache = program.cache
-    assert cache is not None
+    by, ahead = predictor_of(program, pair), pair[2]
     build = Builder(program, body)
     route = _only(target, "route")
     table = str(route.kwargs["table"])
-    if cache.prefetch == "history":
+    if by == "history":
         at = _only(body, "route")
-        ids = results_of(at)[0]
         where = build.before(results_of(at)[-1].next)
     else:
         at = _place(body, option.place)
         x = output_of(body) if option.place == "exit" else operands(at)[0]
         where = build.before(output_node(body)) if option.place == "exit" else build.before(at)
     with where:
-        if cache.prefetch == "next_router":
-            ids = _guess(build, x, target, ahead, at)
+        ids = _guess(build, x, target, ahead, at) if by == "next_router" else results_of(_only(body, "route"))[0]
         counts = build.emit("count_experts", ids, at=at, table=table)
         if program.mesh.ep > 1:
             counts = build.emit("sum_counts", counts, at=at, group="experts.ep")
-        settings: dict[str, Any] = {"ahead": ahead, "most": option.most, "by": cache.prefetch}
+        settings: dict[str, Any] = {"ahead": ahead, "most": option.most, "by": by}
         build.emit("prefetch.start", counts, at=at, table=table, **settings)
 
 

@@ -101,7 +101,7 @@ def worths(steps: list[tuple[set[int], ...]], at: int) -> dict[Key, float]:
         distance = (layer - now - 1) % LAYERS + 1
         for expert in range(EXPERTS):
             uses = sum(0.9**age for age, experts in enumerate(reversed(own)) if expert in experts)
-            found[layer, expert] = uses / distance**0.5 * (1.5 if layer == 0 else 1)
+            found[layer, expert] = uses / distance**0.5
     return found
 
 

@@ -19,7 +19,7 @@ from moec.cache_sizes import held_experts, pinned_keys
 from moec.ir.program import Program, is_op, op_of
 from moec.runtime.experts.session import fill_order
 from tests import checkpoints
-from tests.cached import compile_cached, run_cached
+from tests.cached import Run, compile_cached, run_cached
 
 PHASES = {"prefill": PREFILL, "decode": DECODE}
 #: (mesh, slots, policy, prefetch, overrides); rows of a step few enough for a prefetch to pay.
@@ -39,7 +39,9 @@ CASES = (
 
 def prefetch_of(program: Program, trace: Trace, past: Trace) -> Prefetch | None:
     """What the simulator has to do where the program has a `prefetch.start`."""
-    starts = [(body, node) for body, node in program.nodes() if op_of(node).name == "prefetch.start"]
+    found = [(body, node) for body, node in program.nodes() if op_of(node).name == "prefetch.start"]
+    starts = [(body, node) for body, node in found if node.kwargs["by"] != "frequency"]
+    coming_back = {int(str(node.kwargs["most"])) for _, node in found if node.kwargs["by"] == "frequency"}
     if not starts:
         return None
     sparse = program.sparse_layers
@@ -54,7 +56,7 @@ def prefetch_of(program: Program, trace: Trace, past: Trace) -> Prefetch | None:
         assert trace.predicted_ids is not None
         predictor = NextRouter(trace.predicted_ids, trace.step_starts, trace.num_experts)
     is_early = order.index("prefetch.start") < order.index("prefetch.wait")
-    return Prefetch(predictor, ahead, int(str(start.kwargs["most"])), targets, is_early)
+    return Prefetch(predictor, ahead, int(str(start.kwargs["most"])), targets, is_early, max(coming_back, default=0))
 
 
 def predicted(artifact: Artifact, trace: Trace, past: Trace, rank: int) -> list[dict[str, int]]:
@@ -75,9 +77,26 @@ def predicted(artifact: Artifact, trace: Trace, past: Trace, rank: int) -> list[
 def test_as_counted(
     mesh: str | None, slots: int, policy: str, prefetch: str, overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
-    model = checkpoints.make("deepseek_v3", tmp_path / "model")
+    as_counted("deepseek_v3", mesh, slots, policy, prefetch, overrides, tmp_path)
+
+
+@pytest.mark.parametrize("mesh", [None, "ep=2"])
+def test_what_comes_back_for_the_next_step_as_counted(mesh: str | None, tmp_path: Path) -> None:
+    """A model without dense layers in front."""
+    artifact, run = as_counted("mixtral", mesh, 2, "sweep_lfu", "next_router(ahead = 1)", (), tmp_path)
+    starts = [node for _, node in artifact.decode.nodes() if op_of(node).name == "prefetch.start"]
+    assert "frequency" in {node.kwargs["by"] for node in starts}
+    assert all(layers[0]["prefetches"] > 0 for layers in run.counters)
+
+
+def as_counted(
+    family: str, mesh: str | None, slots: int, policy: str, prefetch: str, overrides: tuple[str, ...], tmp_path: Path
+) -> tuple[Artifact, Run]:
+    model = checkpoints.make(family, tmp_path / "model")
     prompts = checkpoints.prompts(model.config.vocab_size, (9, 4, 14))
-    settings = {"hbm": f"slots({slots})", "evict": "layer_lru", "pin": "[2, 7]" if slots > 3 else "shared"}
+    settings = {"hbm": f"slots({slots})", "evict": "layer_lru"}
+    if family == "deepseek_v3":
+        settings["pin"] = "[2, 7]" if slots > 3 else "shared"
     for name, wanted in (("past", "none"), ("now", prefetch)):
         work = tmp_path / name
         work.mkdir()
@@ -90,3 +109,4 @@ def test_as_counted(
     assert run.total("misses") > 0 and (run.total("prefetches") > 0) == (prefetch != "none")
     for rank, counted in enumerate(run.counters):
         assert predicted(artifact, run.trace, past, rank) == counted
+    return artifact, run

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moec.cache.policies import policy_named
+from moec.cache.policies import COUNTING, policy_named
 from moec.cache.residency import PASSING, Counters, Load, Residency, Use, least_slots
 from tests.cache_drivers import ALL_POLICIES, Checked, policy_of
 
@@ -174,6 +174,17 @@ def test_a_step_of_prompts_loads_in_a_pool_what_is_in_no_slot_and_little_twice(
         if is_guessed and layer < 3:
             checked.prefetch(layer + 1, sorted(step[layer + 1]))
     assert sum(checked.loads) - loads <= len(missing) + PASSING
+
+
+def test_what_a_layer_has_used_most() -> None:
+    """Resident or not, by what the policy counts; what was never used is not among them."""
+    for policy in COUNTING[:2]:
+        residency = residency_of(policy, 6, 1, num_layers=2)
+        for experts in ([4], [1, 4], [4, 1, 3], [1, 4]):
+            residency.demand(1, experts)
+        assert residency.most_used(1) == [4, 1, 3]
+        assert residency.most_used(0) == []
+    assert residency_of("lru", 6, 1).most_used(0) == []
 
 
 def test_the_first_keys_are_the_last_to_leave() -> None:

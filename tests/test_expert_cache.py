@@ -42,6 +42,7 @@ CASES = (
     ("qwen3_moe", "ep=2", 2, "layer_lru", "history"),
     ("mixtral", "ep=3", 1, "lfu", "next_router(ahead = 1)"),
     ("mixtral", "dp=2,tp=2", 2, "lru", "next_router(ahead = 1)"),
+    ("mixtral", "ep=2", 2, "sweep_lfu", "next_router(ahead = 1)"),
 )
 
 

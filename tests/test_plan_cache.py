@@ -158,6 +158,33 @@ def test_each_stage_of_a_pipeline_has_a_cache_of_its_own(tmp_path: Path) -> None
     assert explained(tmp_path, cache, **only_dense).count("expert cache: ") == 2
 
 
+def come_back(folder: Path, cache: str, **settings: Any) -> list[tuple[list[int], int]]:
+    """Layers of a decode step that fetch for the next one, and how many layers later those are."""
+    phases = section(folder, cache, **settings)["phases"]
+    assert all(item["later"]["distance"] > 0 for item in phases["prefill"]["prefetch"])
+    items = phases["decode"]["prefetch"]
+    return [(item["layers"], item["later"]["distance"]) for item in items if item["later"]["distance"] < 0]
+
+
+def test_the_last_layers_fetch_what_the_next_step_begins_with(tmp_path: Path) -> None:
+    """In a pool whose policy knows what is used most, and where no dense layer can look ahead for the first ones."""
+    pool = f"hbm = slots(4)  {HOST}  evict = sweep_lfu  "
+    assert come_back(tmp_path, pool + AHEAD) == [([2], -2)]
+    assert come_back(tmp_path, pool + "prefetch = next_router(ahead = 2)") == [([1, 2], -1)]
+    assert come_back(tmp_path, pool + "prefetch = none") == []
+    for other in ("least_stale", "lfu"):
+        assert come_back(tmp_path, pool.replace("sweep_lfu", other) + AHEAD) == []
+    dense = "layers 0 { grouped swiglu(64) } layers 1..3 { grouped moe(ranked, routed) }"
+    assert come_back(tmp_path, pool + AHEAD, layers=dense) == []
+
+
+def test_what_comes_back_is_explained(tmp_path: Path) -> None:
+    cache = f"hbm = slots(4)  {HOST}  evict = sweep_lfu  {AHEAD}"
+    text = explained(tmp_path, cache, batch=8)
+    assert "prefetch in sparse, layer 2, behind its experts, of " in text
+    assert " of layer 0 in the next step, those used most (window " in text
+
+
 # --- slots ----------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,9 @@ from moec.cache.sweep import SweepLfu
 #: Names that the language takes, in the order of a report.
 POLICIES = ("lru", "layer_lru", "lfu", "sweep_lfu", "least_stale", "trace")
 
+#: Those that know of every expert, resident or not, how much it is used.
+COUNTING = ("lfu", "sweep_lfu", "trace")
+
 
 def policy_named(
     name: str, num_layers: int, num_experts: int, popularity: Sequence[Sequence[float]] | None = None

@@ -44,6 +44,6 @@ class Policy(Protocol):
     def worth(self, key: Key) -> float:
         """What it is worth to keep a key that is resident or has just been looked up: the least leaves first.
 
-        Asked only where a step looks up more than there are slots.
+        Asked where a step streams; of policies that are `COUNTING`, of any key, to fetch what is used most.
         """
         ...

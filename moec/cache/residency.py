@@ -144,6 +144,11 @@ class Residency:
         """What the latest look-up wanted has been computed: its slots may be given to guesses."""
         self._wanted = set()
 
+    def most_used(self, layer: int) -> list[int]:
+        """Experts of a layer that have been used, by their worth to the policy, the greatest first."""
+        worth = {expert: self.policy.worth((layer, expert)) for expert in self._held[layer]}
+        return sorted((expert for expert in worth if worth[expert] > 0), key=lambda expert: (-worth[expert], expert))
+
     def prefetch(self, layer: int, experts: Sequence[int], most: int | None = None) -> list[Load]:
         """Load the guesses that are not resident, the best guess first, and at most `most` of them.
 

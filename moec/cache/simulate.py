@@ -28,7 +28,8 @@ class Prefetch:
     """What a layer of the Program does for the one `ahead` layers later: at most `most` loads.
 
     `targets`: layers for which that is done, all from `ahead` on if None; for those before, the model's dense layers in
-    front of its sparse ones do it. `is_early`: before the own look-up of the layer that does it.
+    front of its sparse ones do it. `is_early`: before the own look-up of the layer that does it. `coming_back`: at most
+    so many of what the first `ahead` layers used most are loaded by the last ones, for the next step.
     """
 
     predictor: Predictor
@@ -36,6 +37,7 @@ class Prefetch:
     most: int
     targets: Collection[int] | None = None
     is_early: bool = False
+    coming_back: int = 0
 
     def targets_at(self, layer: int, is_early: bool, num_layers: int) -> list[int]:
         """Layers that are fetched for before (`is_early`) or after the look-up of `layer`, in order."""
@@ -186,12 +188,19 @@ def _guesses(
         if not is_early:
             residency.served()
         now = by_phase.get(phases[number])
-        for later in now.targets_at(layer, is_early, trace.num_layers) if now is not None else ():
-            assert now is not None
+        if now is None:
+            return
+        for later in now.targets_at(layer, is_early, trace.num_layers):
             start, end = trace.step_starts[number : number + 2]
             counts = np.bincount(trace.expert_ids[layer, start:end].ravel(), minlength=trace.num_experts)
             guessed = now.predictor.guess(number, later - now.ahead, counts, now.ahead)
-            loads = residency.prefetch(later, [expert for expert in guessed if expert in mine[later]], now.most)
-            fetched[number, later] += len(loads)
+            load(number, later, guessed, now.most)
+        first = layer + now.ahead - trace.num_layers
+        if first >= 0 and not is_early and now.coming_back:
+            load(number, first, residency.most_used(first), now.coming_back)
+
+    def load(number: int, later: int, guessed: Sequence[int], most: int) -> None:
+        loads = residency.prefetch(later, [expert for expert in guessed if expert in mine[later]], most)
+        fetched[number, later] += len(loads)
 
     return guess

@@ -11,8 +11,6 @@ from moec.cache.policy import Key, Scope
 SWEEP_DECAY = 0.9
 #: How an expert's worth falls with the layers until its next use.
 SWEEP_POWER = 0.5
-#: No layer fetches ahead for the first one, so what it misses is waited for.
-FIRST_WORTH = 1.5
 #: Steps after which sums are made small again.
 _ERA_STEPS = 256
 
@@ -22,9 +20,9 @@ class SweepLfu:
 
     Until a layer comes again, the slot of one of its experts can serve others that are fetched ahead. So the experts
     that most steps use stay, and the others pass through the slots that are left. The frequency, in which a use counts
-    `SWEEP_DECAY` times as much with each step, is divided by the square root of the layers until the next use. The
-    three constants are those that exposed least in a model of four recorded traces of 1 to 16 sequences: of decays 0.8
-    and 0.9, powers 1/2, 1 and 2, and weights of the first layer from 1 to 5. Others cost up to 3 %.
+    `SWEEP_DECAY` times as much with each step, is divided by the square root of the layers until the next use. The two
+    constants are those that exposed least in a model of four recorded traces of 1 to 16 sequences: of decays 0.8 and
+    0.9, and powers 1/2, 1 and 2. Others cost up to 3 %.
     """
 
     scope: Scope = "rank"
@@ -38,8 +36,6 @@ class SweepLfu:
         self._ranked: list[list[tuple[float, int]] | None] = [None] * num_layers
         worths: list[float] = [n**-SWEEP_POWER for n in range(1, num_layers + 1)]
         self._nearness = [worths[-n:] + worths[:-n] for n in range(1, num_layers)] + [worths]  # by the layer looked up
-        for nearness in self._nearness:
-            nearness[0] *= FIRST_WORTH
         self._now = 0
         self._faded: list[float] = [SWEEP_DECAY**step for step in range(_ERA_STEPS + 1)]
 

@@ -69,8 +69,14 @@ def _decision(item: dict[str, Any]) -> str:
     many = f"{chosen['most']} expert{'s' * (chosen['most'] > 1)}"
     left = "" if item["exposed_us"] is None else f" (window {item['window_us'][chosen['place']]:.1f} us)"
     adds = "" if item["exposed_us"] is None else f"; copies then add {item['exposed_us']:.1f} us"
-    later = _layers_ahead(item["later"]["distance"])
-    return f"prefetch in {where}, {PLACES[chosen['place']]}, of {many} {later} later{left}: {item['reason']}{adds}"
+    distance = item["later"]["distance"]
+    later = f"{_layers_ahead(distance)} later" if distance > 0 else _next_step(item["layers"], distance)
+    return f"prefetch in {where}, {PLACES[chosen['place']]}, of {many} {later}{left}: {item['reason']}{adds}"
+
+
+def _next_step(layers: Sequence[int], distance: int) -> str:
+    """The layers that the last ones of a step fetch for."""
+    return f"of {_ranges([layer + distance for layer in layers])} in the next step, those used most"
 
 
 def _size(num_bytes: int) -> str:

@@ -9,6 +9,9 @@ experts that are there:
     late   = what n copies take beyond the later layer's wait, as often as one of them is waited for
 
 Where no rate is known, there is a prefetch unless a step uses most of the experts anyway.
+
+For the first layers nobody looks ahead, but in a model whose first layers are dense. In a pool of all layers the last
+layers of a decode step bring back what the first ones have used most, for the next step.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from moec.cache.policies import COUNTING
 from moec.cache_sizes import has_pool, most_pinned, tables_of
-from moec.cost.cache import PLACES, copies, missed, precision, spared
+from moec.cost.cache import PLACES, copies, missed, precision, share_used, spared
 from moec.cost.exchange import copy_body
 from moec.cost.operations import node_cost
 from moec.cost.sizes import Sizes, sizes_of
@@ -28,7 +32,8 @@ from moec.ir.program import Body, Program, is_op, op_of
 from moec.ir.slots import is_cached, most_held
 from moec.schedule import Span, reorder, simulate
 
-#: A body, the body of a later layer for which its layers prefetch, and how many layers later that is.
+#: A body, the body of a later layer for which its layers prefetch, and how many layers later that is: of a layer of the
+#: next step as many less as the model has.
 Pair = tuple[str, str, int]
 #: Gains below this share of a layer's time are within the model's error.
 LEAST_GAIN = 0.01
@@ -78,22 +83,43 @@ def pairs(program: Program) -> dict[Pair, list[int]]:
     cache = program.cache
     assert cache is not None
     cached = _having(program, "cached_experts") if is_cached(program) and cache.prefetch != "none" else {}
-    tables = tables_of(program)
-    sources = {_source(sorted(cached), index, cache.ahead): layer for index, layer in enumerate(sorted(cached))}
+    tables, sources = tables_of(program), _sources(program, sorted(cached), cache.ahead)
     found: dict[Pair, list[int]] = {}
     for run in program.runs:
         for layer in run.layers:
             later = sources.get(layer)
-            if later is not None and cache.prefetch == "history" and tables.get(layer) != tables[later]:
-                later = None
+            if later is not None and cache.prefetch == "history" and later > layer:
+                later = later if tables.get(layer) == tables[later] else None
             pair = (run.body, "", 0) if later is None else (run.body, cached[later], later - layer)
             found.setdefault(pair, []).append(layer)
     return found
 
 
-def _source(sparse: list[int], index: int, ahead: int) -> int:
-    """The layer that prefetches for sparse layer `index`: the sparse one `ahead` before, else one before them all."""
-    return sparse[index - ahead] if index >= ahead else sparse[0] + index - ahead
+def _sources(program: Program, sparse: list[int], ahead: int) -> dict[int, int]:
+    """Which layer prefetches for which sparse one: the sparse one `ahead` before, else a dense one before them all.
+
+    Where there is none, in a pool whose policy counts uses, one of the last sparse ones does so for the next step.
+    """
+    found = dict(zip(sparse, sparse[ahead:], strict=False))
+    layers = {layer for run in program.runs for layer in run.layers}
+    for index, later in enumerate(sparse[:ahead]):
+        if (before := sparse[0] + index - ahead) in layers:
+            found[before] = later
+        elif comes_back(program) and len(sparse) > ahead:
+            found[sparse[index - ahead]] = later
+    return found
+
+
+def comes_back(program: Program) -> bool:
+    """Whether a step can bring back what the next one begins with: in prompts' steps the slots are all needed."""
+    cache = program.cache
+    return program.phase == "decode" and cache is not None and has_pool(program) and cache.evict in COUNTING
+
+
+def predictor_of(program: Program, pair: Pair) -> str:
+    """What a prefetch of this pair goes by."""
+    assert program.cache is not None
+    return "frequency" if pair[2] < 0 else program.cache.prefetch
 
 
 def _having(program: Program, name: str) -> dict[int, str]:
@@ -106,7 +132,8 @@ def plan_prefetch(program: Program, pair: Pair, start: Start) -> Prefetch:
     """Choose for the layers of one pair."""
     cache, model = program.cache, LayerModel.of(program, program.bodies[pair[1]])
     assert cache is not None and cache.slots is not None
-    places = ("ffn",) if cache.prefetch == "history" else PLACES
+    by = predictor_of(program, pair)
+    places = {"history": ("ffn",), "frequency": ("exit",)}.get(by, PLACES)
     rooms = {place: min(_free_slots(program, model, place), math.ceil(model.misses)) for place in places}
     if (room := max(rooms.values())) == 0:
         full = "a step takes all slots of the pool: what is fetched ahead has none"
@@ -115,8 +142,9 @@ def plan_prefetch(program: Program, pair: Pair, start: Start) -> Prefetch:
     if model.is_unknown or None in trials.values():
         return _unknown(model, rooms)
     known = {place: trial for place, trial in trials.items() if trial is not None}
+    used = share_used(model.sizes)
     options = [
-        (Option(place, n), model.layer(n, precision(program, cache.prefetch, place), place, guess_us, window_us))
+        (Option(place, n), model.layer(n, precision(program, by, place, used), place, guess_us, window_us))
         for place, (guess_us, window_us) in known.items()
         for n in range(1, rooms[place] + 1)
     ]
@@ -124,7 +152,7 @@ def plan_prefetch(program: Program, pair: Pair, start: Start) -> Prefetch:
     windows = {place: window_us for place, (_, window_us) in known.items()}
     figures = (model.misses, model.layer_us, plain, windows)
     if plain - best < LEAST_GAIN * plain:
-        return Prefetch(None, _against(model, cache.prefetch, plain, best), *figures)
+        return Prefetch(None, _against(model, by, plain, best), *figures)
     option, us = next((option, us) for option, us in options if us <= best * (1 + LEAST_GAIN))
     short = f"; shortened from {room} experts to {option.most}" if option.most < room else ""
     return Prefetch(replace(option, us=us), f"predicted gain {(plain - us) / plain:.1%}{short}", *figures)
@@ -165,7 +193,14 @@ def _try(program: Program, pair: Pair, start: Start, option: Option, model: Laye
     if spans is None or before is None:
         return None
     begun = next(span.start for span in spans if op_of(span.node).name == "prefetch.start")
-    return _end(spans) - _end(before), _end(spans) - begun + model.between_us
+    between_us = model.between_us + (_between_steps_us(program) if pair[2] < 0 else 0.0)
+    return _end(spans) - _end(before), _end(spans) - begun + between_us
+
+
+def _between_steps_us(program: Program) -> float:
+    """From the last layer of a step to the first one of the next, as far as it is known."""
+    ends = (_spans(program, copy_body(program.bodies[name])) for name in ("epilogue", "prologue"))
+    return sum(_end(spans) for spans in ends if spans)
 
 
 def _spans(program: Program, body: Body) -> list[Span] | None:
@@ -245,7 +280,7 @@ def _against(model: LayerModel, by: str, plain: float, best: float) -> str:
         return f"copies on demand are hidden as it is: {many}"
     if displaces := _displaces(model):
         return displaces
-    share = precision(model.program, by, "ffn")
+    share = precision(model.program, by, "ffn", share_used(model.sizes))
     if model.copy_us(model.misses - spared(model.sizes, 1, share, "ffn") + 1) > plain * (1 - LEAST_GAIN):
         wrong = f"{1 - share:.0%} of what {by} has fetched is not needed"
         return f"the copies themselves take the time: {many} are missed, and {wrong}"

@@ -36,9 +36,9 @@ def _is_chunk(value: Any) -> bool:
 
 
 ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "ahead": ("a count", _is_count),
+    "ahead": ("a number of layers", lambda value: type(value) is int and value != 0),
     "back": ("true or false", lambda value: isinstance(value, bool)),
-    "by": ("next_router or history", _one_of("next_router", "history")),
+    "by": ("next_router, history or frequency", _one_of("next_router", "history", "frequency")),
     "bound": ("none or a count", lambda value: value is None or _is_count(value)),
     "chunk": ("an index and a count", _is_chunk),
     "dim": ("a dim", _is_index),

@@ -2,7 +2,8 @@
 
     guess           the experts that a later layer's router would choose for this layer's rows
     count_experts   rows per expert, of this rank; sum_counts adds up those of an ep group
-    prefetch.start  copies of a later layer's experts begin: nobody reads its result, that layer's wait belongs to it
+    prefetch.start  copies of a later layer's experts begin: nobody reads its result, that layer's wait belongs to it.
+                    `ahead` is negative for an earlier layer, in the next step
     prefetch.wait   the prefetch for this layer is over: what its rows need and is in no slot is copied before all else
     cached_experts  each expert on its rows, from its slot: first those that are there, the others as they come
 

@@ -60,8 +60,10 @@ def _start_faults(body: Body, start: fx.Node) -> Faults:
     made = ids if is_op(ids) else ids.all_input_nodes[0] if ids.op == "call_function" else None
     source = op_of(made).name if made is not None else "an input"
     by, ahead = start.kwargs["by"], start.kwargs["ahead"]
-    if source != {"next_router": "guess", "history": "route"}[str(by)]:
+    if source != {"next_router": "guess", "history": "route", "frequency": "route"}[str(by)]:
         yield f"prefetch.start by {by} goes by what {source} gives"
+    elif (by == "frequency") != (int(str(ahead)) < 0):
+        yield f"prefetch.start by {by} is for {ahead} layers later"
     elif source == "guess" and made is not None:
         parts = [part for operand in operands(made)[1:] for part in _parts(body, operand)]
         others = [part for part in parts if not part.startswith(f"next{ahead}.")]

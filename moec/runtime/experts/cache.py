@@ -103,10 +103,13 @@ class ExpertCache:
     def prefetch(self, layer: int, later: int, counts: Sequence[int], most: int, by: str) -> None:
         """Start copies of at most `most` experts of layer `later` that are in no slot, the best guess first.
 
-        `counts`: rows per expert, as the later layer's router would have them, or by `history` those of `layer`.
+        `counts`: rows per expert, as the later layer's router would have them, or by `history` those of `layer`. By
+        `frequency` the experts that were used most of late are fetched, whatever is counted.
         """
         index = self._index[later]
-        if by == "history":
+        if by == "frequency":
+            guessed = self.residency.most_used(index)
+        elif by == "history":
             assert self._history is not None
             guessed = self._history.guess(0, self._index[layer], np.asarray(counts), self._history.ahead)
         else:

@@ -66,7 +66,8 @@ def count_experts(ctx: Context, ids_Sk: Tensor, *, table: str) -> Tensor:
 def prefetch_start(ctx: Context, counts_E: Tensor, *, table: str, ahead: int, most: int, by: str) -> Tensor:
     """Start copies for the layer `ahead`: at most `most`, those with the most rows first. What is given back is empty.
 
-    By `history`, `counts` are of this layer, and what used to follow them is fetched.
+    By `history`, `counts` are of this layer, and what used to follow them is fetched; by `frequency` they are too, and
+    what the later layer has used most is.
     """
     assert ctx.cache is not None and ctx.layer is not None
     ctx.cache.prefetch(ctx.layer, ctx.layer + ahead, counts_E.tolist(), most, by)
