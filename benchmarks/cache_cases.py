@@ -9,7 +9,7 @@ from moec.artifact import Artifact
 from moec.compiler import compile
 from moec.importer.folder import import_model
 
-#: Tokens of a prompt.
+#: Tokens of a prompt, if not told otherwise, and least tokens of a long one.
 PROMPT, LONG_PROMPT = 32, 128
 
 
@@ -22,7 +22,7 @@ class Case:
     prefetch: str = "none"
     tier: str = "host"
     is_cold: bool = False
-    prompt: int = PROMPT
+    is_long: bool = False  # its prompts
     evict: str = "lfu"
     does_wait: bool = False
 
@@ -42,9 +42,9 @@ CASES = (
     Case("cold 25% load, then compute", 0.25, is_cold=True, does_wait=True),
     Case("cold 25% on demand", 0.25, is_cold=True),
     Case("cold 25% prefetch", 0.25, GUESS, is_cold=True, evict="sweep_lfu"),
-    Case("resident, long prompt", prompt=LONG_PROMPT),
-    Case("streamed 50%, long prompt", 0.5, GUESS, prompt=LONG_PROMPT),
-    Case("streamed 25%, long prompt", 0.25, GUESS, prompt=LONG_PROMPT),
+    Case("resident, long prompt", is_long=True),
+    Case("streamed 50%, long prompt", 0.5, GUESS, is_long=True),
+    Case("streamed 25%, long prompt", 0.25, GUESS, is_long=True),
 )
 
 
@@ -60,8 +60,8 @@ class Rates:
     trace: Path | None = None
 
 
-def compile_case(folder: Path, work: Path, case: Case, batch: int, rates: Rates) -> Artifact:
-    """The model of `folder` under the cache of a case, for so many prompts at once."""
+def compile_case(folder: Path, work: Path, case: Case, size: tuple[int, int], rates: Rates) -> Artifact:
+    """The model of `folder` under the cache of a case, for so many prompts at once of so many tokens at most."""
     source = work / f"{case.name.replace(' ', '-')}.moe"
     text = import_model(folder, output=source)
     if rates.memory is not None:
@@ -76,7 +76,8 @@ def compile_case(folder: Path, work: Path, case: Case, batch: int, rates: Rates)
         text = text.replace("plan serve {", f"cache few {{ {cache} }}\nplan serve {{")
         text = text.replace("on ranks\n", "on ranks with few\n")
     source.write_text(text)
-    sizes = (f"plan.decode.batch={batch}", f"plan.prefill.tokens={batch * LONG_PROMPT}")
+    batch, longest = size
+    sizes = (f"plan.decode.batch={batch}", f"plan.prefill.tokens={batch * longest}")
     return compile(source, overrides=("plan.compute=fp32", *sizes), trace=rates.trace)
 
 

@@ -1,7 +1,7 @@
 """Time to first token and per token with experts behind emulated tiers, as ratios to all experts resident, in one run.
 
-    python benchmarks/cache_time.py MODEL_FOLDER TEXT_FILE... [--batch N] [--repeats N] [--tokens N] [--slower C]
-        [--json FILE]
+    python benchmarks/cache_time.py MODEL_FOLDER TEXT_FILE... [--batch N] [--prompt N] [--repeats N] [--tokens N]
+        [--slower C] [--json FILE]
 
 1. The resident model gives the time that a decode step spends in its layers, and a routing trace, which plans are
    costed with.
@@ -105,6 +105,11 @@ def active_experts(session: Session, recorder: Recorder, prompts: Batch) -> list
 # --- one run ------------------------------------------------------------------------------------------------------
 
 
+def size_of(batches: list[Batch]) -> tuple[int, int]:
+    """Prompts at once, and tokens of the longest."""
+    return len(batches[0]), max(len(prompt) for batch in batches for prompt in batch)
+
+
 def on_rank(work: Callable[[Rank], T]) -> T:
     """What `work` gives on one forked rank of one thread."""
     (found,) = run_ranks(work, 1, threads=1)
@@ -138,7 +143,7 @@ class LayerClock:
 
 def settle_rates(folder: Path, work: Path, batches: list[Batch], num_tokens: int, slower: float = 1.0) -> Rates:
     """Rates under which copies of all experts that a step needs of a layer take `slower` times as long as the layer."""
-    size, trace = len(batches[0]), work / "routing.npz"
+    size, trace = size_of(batches), work / "routing.npz"
     plain = compile_case(folder, work, CASES[0], size, Rates())
 
     def main(rank: Rank) -> tuple[float, float]:
@@ -163,9 +168,14 @@ def settle_rates(folder: Path, work: Path, batches: list[Batch], num_tokens: int
     return Rates(host=copied / (token * share) / slower, memory=1e9 * modelled * 1e-6 / token, trace=trace)
 
 
-def run(folder: Path, work: Path, batches: list[Batch], num_tokens: int, rates: Rates) -> dict[str, list[Sample]]:
-    """Samples of every case; the first repetition warms up and is left out."""
-    artifacts = {case: compile_case(folder, work, case, len(batches[0]), rates) for case in CASES}
+def run(
+    folder: Path, work: Path, batches: list[Batch], short: int, num_tokens: int, rates: Rates
+) -> dict[str, list[Sample]]:
+    """Samples of every case, of the first `short` tokens of each prompt if it is not of long ones.
+
+    The first repetition warms up and is left out.
+    """
+    artifacts = {case: compile_case(folder, work, case, size_of(batches), rates) for case in CASES}
 
     def opened(case: Case, rank: Rank) -> Session:
         settings = CacheSettings(nvme=work, is_emulated=case.share < 1.0, is_cold=case.is_cold)
@@ -180,13 +190,13 @@ def run(folder: Path, work: Path, batches: list[Batch], num_tokens: int, rates: 
         recorded.record(recorder)
         found: dict[str, list[dict[str, float]]] = {case.name: [] for case in CASES}
         for number, prompts in enumerate(batches):
-            tokens: dict[int, Batch] = {}
+            tokens: dict[bool, Batch] = {}
             for case in CASES:
-                mine = [prompt[: case.prompt] for prompt in prompts]
+                mine = prompts if case.is_long else [prompt[:short] for prompt in prompts]
                 active = active_experts(recorded, recorder, mine)
                 session = sessions[case] if case in sessions else opened(case, rank)
                 sample, given = measure(session, mine, num_tokens, active)
-                assert tokens.setdefault(case.prompt, given) == given, f"{case.name} gave other tokens"
+                assert tokens.setdefault(case.is_long, given) == given, f"{case.name} gave other tokens"
                 if case not in sessions:
                     session.close()
                 if number:
@@ -202,7 +212,7 @@ def show(found: dict[str, list[Sample]]) -> None:
     """Medians, and medians of the ratios to the resident case of the same repetition."""
     print(f"{'case':<28}{'ttft ms':>10}{'ratio':>8}{'token ms':>10}{'ratio':>8}{'copied / floor':>16}")
     for case in CASES:
-        rows, base = found[case.name], found["resident" if case.prompt == PROMPT else "resident, long prompt"]
+        rows, base = found[case.name], found["resident, long prompt" if case.is_long else "resident"]
         columns = "".join(f"{ms:>10.2f}{ratio:>8.2f}" for ms, ratio in (_compared(rows, base, k) for k in TIMES))
         floor = sum(row.floor for row in rows)
         print(f"{case.name:<28}{columns}" + (f"{sum(row.copied for row in rows) / floor:>16.3f}" if floor else ""))
@@ -217,11 +227,9 @@ def _compared(rows: list[Sample], base: list[Sample], key: str) -> tuple[float, 
     return statistics.median(mine) * 1e3, statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
 
 
-def _cut(texts: list[list[int]], size: int, count: int) -> list[Batch] | None:
-    """`count` batches of `size` prompts, no token twice; None where the texts are too short."""
-    prompts = [
-        [text[at : at + LONG_PROMPT] for at in range(0, len(text) - LONG_PROMPT + 1, LONG_PROMPT)] for text in texts
-    ]
+def _cut(texts: list[list[int]], size: int, length: int, count: int) -> list[Batch] | None:
+    """`count` batches of `size` prompts of `length` tokens, no token twice; None where the texts are too short."""
+    prompts = [[text[at : at + length] for at in range(0, len(text) - length + 1, length)] for text in texts]
     turns = -(-size // len(texts))
     if min(map(len, prompts)) < turns * count:
         return None
@@ -234,21 +242,23 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("texts", type=Path, nargs="+")
     parser.add_argument("--batch", type=int, help="prompts at once, by turns of each text: one of each if left out")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--slower", type=float, default=1.0, help="copies take so many times as long as the layer")
     parser.add_argument("--json", type=Path, help="write every sample into this file")
     options = parser.parse_args()
     texts = [Text(options.model).encode(path.read_text()) for path in options.texts]
-    batches = _cut(texts, options.batch or len(texts), options.repeats + 1)
+    longest = max(options.prompt, LONG_PROMPT)
+    batches = _cut(texts, options.batch or len(texts), longest, options.repeats + 1)
     if batches is None:
         parser.error(f"the texts are too short: {', '.join(str(len(text)) for text in texts)} tokens")
-    short = [[prompt[:PROMPT] for prompt in batch] for batch in batches[:4]]
+    short = [[prompt[: options.prompt] for prompt in batch] for batch in batches[:4]]
     with tempfile.TemporaryDirectory() as work:
         rates = settle_rates(options.model, Path(work), short, options.tokens, options.slower)
         assert rates.host is not None
         print(f"host tier {rates.host / 1e6:.0f} MB/s, nvme tier {rates.host / 4e6:.0f} MB/s")
-        found = run(options.model, Path(work), batches, options.tokens, rates)
+        found = run(options.model, Path(work), batches, options.prompt, options.tokens, rates)
     show(found)
     if options.json is not None:
         options.json.write_text(json.dumps({name: [asdict(s) for s in rows] for name, rows in found.items()}))

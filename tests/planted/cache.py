@@ -95,6 +95,22 @@ def _this_layers_choice_taken_for_guesses(program: Program) -> None:
     counted.replace_input_with(operands(counted)[0], results_of(route)[0])
 
 
+@mistake("cached", "prefetch.start by next_router is for -1 layers later")
+def _guessed_for_a_layer_that_the_step_has_passed(program: Program) -> None:
+    start = start_of(program)
+    start.kwargs = {**start.kwargs, "ahead": -1}
+
+
+@mistake("cached", "prefetch.start by frequency is for 1 layers later")
+def _what_is_used_most_fetched_for_a_layer_to_come(program: Program) -> None:
+    body, start = layer(program), start_of(program)
+    (route,), (counted,) = ops(body, "route"), ops(body, "count_experts")
+    for node in (start, *ops(body, "sum_counts"), counted):
+        results_of(route)[-1].append(node)
+    counted.replace_input_with(operands(counted)[0], results_of(route)[0])
+    start.kwargs = {**start.kwargs, "by": "frequency"}
+
+
 @mistake("cached", "layer 0 prefetches for layer 2, which does not wait for it")
 def _copies_that_no_layer_waits_for(program: Program) -> None:
     body, start = layer(program), start_of(program)
