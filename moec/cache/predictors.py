@@ -22,7 +22,7 @@ class Predictor(Protocol):
 
 def most_rows_first(counts: Sequence[int]) -> list[int]:
     """Experts that have rows, those with the most first, then by number: the order in which guesses are fetched."""
-    return [expert for _, expert in sorted((-rows, expert) for expert, rows in enumerate(counts) if rows)]
+    return sorted([expert for expert, rows in enumerate(counts) if rows], key=counts.__getitem__, reverse=True)
 
 
 class NextRouter:
