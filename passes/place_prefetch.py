@@ -12,7 +12,8 @@ from moec.cost.exchange import copy_body
 from moec.ir.build import Builder
 from moec.ir.program import Body, Program, Run, is_op, op_of, operands, output_of, results_of
 from moec.passes.base import Pass
-from moec.plan.prefetch import Option, Pair, Prefetch, pairs, plan_prefetches, predictor_of, reads_ffn_norm
+from moec.plan.pairs import Pair, pairs, predictor_of
+from moec.plan.prefetch import Option, Prefetch, plan_prefetches, reads_ffn_norm
 
 
 @dataclass(frozen=True)

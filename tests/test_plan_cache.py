@@ -27,7 +27,8 @@ from moec.explain.page import explain_plan
 from moec.ir.program import op_of
 from moec.passes import PASSES, place_prefetch
 from moec.passes.runner import run_passes
-from moec.plan.prefetch import Option, Prefetch, pairs
+from moec.plan.pairs import pairs
+from moec.plan.prefetch import Option, Prefetch
 from tests.conftest import ROOT
 from tests.programs import compiled, few, moe, plan, program_of
 from tests.traces import random_ids, trace_of, written

@@ -27,7 +27,8 @@ from moec.ir.text import print_program
 from moec.passes import PASSES, Pass, place_prefetch
 from moec.passes.runner import run_passes
 from moec.passes.split_stages import SplitStages
-from moec.plan.prefetch import Option, Pair, Prefetch, pairs
+from moec.plan.pairs import Pair, pairs
+from moec.plan.prefetch import Option, Prefetch
 from tests.programs import (
     EXCHANGES,
     SPAN,

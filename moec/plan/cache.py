@@ -16,7 +16,8 @@ from moec.cost.exchange import copy_body
 from moec.cost.sizes import sizes_of
 from moec.ir.program import Body, Program, op_of
 from moec.ir.slots import is_cached, most_held
-from moec.plan.prefetch import LayerModel, Pair, Prefetch, pairs
+from moec.plan.pairs import Pair, pairs
+from moec.plan.prefetch import LayerModel, Prefetch
 from moec.plan.trace import PlanTrace, open_trace
 
 Place = tuple[str, int]
