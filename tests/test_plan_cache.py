@@ -351,6 +351,14 @@ def test_history_is_of_one_table() -> None:
         assert [distance for _, distance in sorted((layer, p[2]) for p in found for layer in found[p])] == distances
 
 
+def test_what_comes_back_is_of_one_table() -> None:
+    first, second = moe(16), replace(moe(12), routed=replace(moe(12).routed, name="other"))
+    for layers, last in (([first, first, first], -2), ([first, first, second], 0)):
+        made = plan(layers, cache=few(2, "next_router", evict="sweep_lfu"))
+        found = pairs(compiled(made, "cache-experts", phase="decode"))
+        assert [distance for _, distance in sorted((layer, p[2]) for p in found for layer in found[p])] == [1, 1, last]
+
+
 def test_a_plan_without_prefetch_still_says_what_copies_cost(tmp_path: Path) -> None:
     phase = section(tmp_path, f"hbm = slots(4)  {HOST}")["phases"]["decode"]
     assert phase["prefetch"] == [] and phase["on_demand"][0]["exposed_us"] > 0

@@ -19,7 +19,7 @@ Pair = tuple[str, str, int]
 def pairs(program: Program) -> dict[Pair, list[int]]:
     """Layers by the pair they are of; no later body where nothing is cached there, or nothing can be guessed here.
 
-    What follows a choice is known among the experts of one table only.
+    What follows a choice is known among the experts of one table only, and what comes back is counted in one.
     """
     cache = program.cache
     assert cache is not None
@@ -29,7 +29,7 @@ def pairs(program: Program) -> dict[Pair, list[int]]:
     for run in program.runs:
         for layer in run.layers:
             later = sources.get(layer)
-            if later is not None and cache.prefetch == "history" and later > layer:
+            if later is not None and (cache.prefetch == "history" or later < layer):
                 later = later if tables.get(layer) == tables[later] else None
             pair = (run.body, "", 0) if later is None else (run.body, cached[later], later - layer)
             found.setdefault(pair, []).append(layer)
