@@ -181,7 +181,9 @@ def _guesses(
 ) -> _Guess:
     """Guess and load; loads are added to `fetched` [steps, layers]."""
     mine = [frozenset(experts) for experts in held]
-    by_phase = prefetch if isinstance(prefetch, Mapping) else dict.fromkeys((PREFILL, DECODE), prefetch)
+    by_phase: Mapping[int, Prefetch] = (
+        prefetch if isinstance(prefetch, Mapping) else dict.fromkeys((PREFILL, DECODE), prefetch)
+    )
     phases = _phases(trace)
 
     def guess(number: int, layer: int, is_early: bool) -> None:
