@@ -156,8 +156,8 @@ def test_a_step_of_prompts_loads_in_a_pool_what_is_in_no_slot_and_little_twice(
     name: str, slots: int, is_guessed: bool, data: Any
 ) -> None:
     """Residents of layers to come stay, but for those whose slots the step passes through."""
-    experts = st.sets(st.integers(0, 6), max_size=7)
-    before, step = (data.draw(st.lists(experts, min_size=4, max_size=4)) for _ in range(2))
+    few, most = (st.sets(st.integers(0, 6), min_size=least, max_size=7) for least in (0, 5))
+    before, step = (data.draw(st.lists(experts, min_size=4, max_size=4)) for experts in (few, most))
     look_ups = [*enumerate(before), *enumerate(step)]
     checked = Checked(Residency([range(7)] * 4, slots, policy_of(name, 4, 7, look_ups)), 4, slots, ())
     checked.fill(data.draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), max_size=4 * slots)))
@@ -174,6 +174,15 @@ def test_a_step_of_prompts_loads_in_a_pool_what_is_in_no_slot_and_little_twice(
         if is_guessed and layer < 3:
             checked.prefetch(layer + 1, sorted(step[layer + 1]))
     assert sum(checked.loads) - loads <= len(missing) + PASSING
+
+
+def test_a_step_of_prompts_that_uses_few_experts_goes_by_the_policy() -> None:
+    told = []
+    for of_prompts in (False, True):
+        residency = residency_of("sweep_lfu", 10, 2, num_layers=3)
+        residency.fill([(layer, expert) for layer in range(3) for expert in range(2)])
+        told.append([residency.demand(layer, [3, 4, 5, 6, 7, 8], of_prompts) for layer in range(3)])
+    assert told[0] == told[1]
 
 
 def test_what_a_layer_has_used_most() -> None:

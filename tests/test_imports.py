@@ -43,17 +43,18 @@ ALLOWED: dict[str, set[str]] = {
     "lowering": {"blocks", "checked", "ir", "mesh", "topology", "placement", "diagnostics"},
     "plan.overlap": {"cost", "ir", "schedule"},
     "plan.trace": {"cache", "checked", "routing", "diagnostics"},
-    "plan.prefetch": {"cache_sizes", "cost", "ir", "schedule"},
+    "plan.pairs": {"cache", "cache_sizes", "ir"},
+    "plan.prefetch": {"cache_sizes", "cost", "ir", "plan.pairs", "schedule"},
     "plan.timeline": {"cost", "ir", "schedule"},
     "passes": {
         "blocks", "cache", "cache_sizes", "ir", "layout", "mesh", "placement", "cost", "schedule", "plan.overlap",
-        "plan.prefetch", "topology", "diagnostics",
+        "plan.pairs", "plan.prefetch", "topology", "diagnostics",
     },
     "codegen": {"files", "ir", "layout", "diagnostics"},
     "artifact": {"ir", "diagnostics"},
     "plan": {
         "cache", "cache_sizes", "checked", "checkpoint", "cost", "routing", "declared", "ir", "parameters",
-        "plan.prefetch", "plan.trace", "schedule", "diagnostics",
+        "plan.pairs", "plan.prefetch", "plan.trace", "schedule", "diagnostics",
     },
     "explain": {"cache", "specs", "diagnostics"},
     "runtime": {

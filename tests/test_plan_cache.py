@@ -181,9 +181,15 @@ def test_the_last_layers_fetch_what_the_next_step_begins_with(tmp_path: Path) ->
 
 def test_what_comes_back_is_explained(tmp_path: Path) -> None:
     cache = f"hbm = slots(4)  {HOST}  evict = sweep_lfu  {AHEAD}"
-    text = explained(tmp_path, cache, batch=8)
+    text = explained(tmp_path, cache, batch=16)
     assert "prefetch in sparse, layer 2, behind its experts, of " in text
     assert " of layer 0 in the next step, those used most (window " in text
+    seldom = (
+        "no prefetch in sparse, layer 2: a step uses 66% of a layer's experts: what was used most is needed too seldom"
+    )
+    assert seldom in explained(tmp_path, cache, batch=8)
+    unknown = explained(tmp_path, cache.replace(", bandwidth = 31.4 GB/s", ""), batch=16)
+    assert "of 1 expert of layer 0 in the next step, those used most: rates are not known: the one used most" in unknown
 
 
 # --- slots ----------------------------------------------------------------------------------------------------------

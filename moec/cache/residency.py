@@ -62,6 +62,8 @@ def check_slots(held: Sequence[Collection[int]], slots: int, scope: Scope, pinne
 
 #: Slots that a step passes through at least, which streams its experts: one is computed, the next one comes.
 PASSING = 2
+#: A step of prompts that looks up a larger share of a layer's experts needs most of those of the layers to come too.
+STREAMED = 0.6
 
 
 class Residency:
@@ -119,8 +121,8 @@ class Residency:
         more than there are slots, some take the slot of an expert further up the same list, which must have been
         computed by then: the step streams. What is worth most is not passed over: it stays where it is, or comes last.
 
-        `of_prompts`: the step looks up most experts of every layer. In a pool of all layers it streams, and residents
-        of layers to come stay, since each would have to be loaded again.
+        `of_prompts`: a step that may look up most experts of every layer. If it does so here, in a pool of all layers,
+        it streams, and residents of layers to come stay, since most would have to be loaded again.
         """
         wanted = sorted(set(experts))
         self._check(layer, wanted)
@@ -128,7 +130,8 @@ class Residency:
             self._settle(layer)
         self.policy.use(layer, wanted)
         self._wanted = {(layer, expert) for expert in wanted}
-        self._to_come = range(layer + 1, len(self._held) if of_prompts and self.policy.scope == "rank" else 0)
+        is_broad = of_prompts and len(wanted) > STREAMED * len(self._held[layer])
+        self._to_come = range(layer + 1, len(self._held) if is_broad and self.policy.scope == "rank" else 0)
         table, uses, misses = self._tables[layer], list[Use](), list[int]()
         for expert in wanted:
             if (hit := table.get(expert)) is not None:

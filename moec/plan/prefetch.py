@@ -31,6 +31,9 @@ from moec.schedule import Span, reorder, simulate
 
 #: Gains below this share of a layer's time are within the model's error.
 LEAST_GAIN = 0.01
+#: Where a step uses a smaller share of the experts, what was used most and has no slot is needed too seldom: of 16
+#: experts fetched for steps that used 0.4 of them, one in six.
+LEAST_USED = 0.75
 #: Of a step that uses a larger share of the experts, what is fetched ahead takes the slots of others that it needs.
 MOST_USED = 0.5
 
@@ -74,6 +77,10 @@ def plan_prefetch(program: Program, pair: Pair, start: Start) -> Prefetch:
     cache, model = program.cache, LayerModel.of(program, program.bodies[pair[1]])
     assert cache is not None and cache.slots is not None
     by = predictor_of(program, pair)
+    used = share_used(model.sizes)
+    if by == "frequency" and used < LEAST_USED:
+        few = f"a step uses {used:.0%} of a layer's experts: what was used most is needed too seldom"
+        return Prefetch(None, few, model.misses)
     places = {"history": ("ffn",), "frequency": ("exit",)}.get(by, PLACES)
     rooms = {place: min(_free_slots(program, model, place), math.ceil(model.misses)) for place in places}
     if (room := max(rooms.values())) == 0:
@@ -81,9 +88,8 @@ def plan_prefetch(program: Program, pair: Pair, start: Start) -> Prefetch:
         return Prefetch(None, full if model.misses else "nothing is missed", model.misses)
     trials = {place: _try(program, pair, start, Option(place, room), model) for place in places}
     if model.is_unknown or None in trials.values():
-        return _unknown(model, rooms)
+        return _unknown(model, rooms, by)
     known = {place: trial for place, trial in trials.items() if trial is not None}
-    used = share_used(model.sizes)
     options = [
         (Option(place, n), model.layer(n, precision(program, by, place, used), place, guess_us, window_us))
         for place, (guess_us, window_us) in known.items()
@@ -113,7 +119,9 @@ def _free_slots(program: Program, model: LayerModel, place: str) -> int:
     return max(0, free * len(tables_of(program)) - needed)
 
 
-def _unknown(model: LayerModel, rooms: Mapping[str, int]) -> Prefetch:
+def _unknown(model: LayerModel, rooms: Mapping[str, int], by: str) -> Prefetch:
+    if by == "frequency":
+        return Prefetch(Option("exit", 1), "rates are not known: the one used most", model.misses)
     if displaces := _displaces(model):
         return Prefetch(None, displaces, model.misses)
     if has_pool(model.program) and "exit" in rooms:
