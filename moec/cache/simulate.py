@@ -106,15 +106,15 @@ def simulate(
     steps = look_ups(trace, held)
     active = np.array([[len(experts) for experts in step] for step in steps], dtype=np.int64)
     demanded, fetched = np.zeros_like(active), np.zeros_like(active)
+    phases = _phases(trace)
     cache: Bound | Residency
     guess: _Guess = _no_guess
     if isinstance(policy, Belady) and prefetch is None:
         cache = Bound(held, slots, policy, pinned)
     else:
         cache = Residency(held, slots, policy, pinned)
-        guess = _guesses(trace, cache, held, prefetch, fetched) if prefetch is not None else _no_guess
+        guess = _guesses(trace, phases, cache, held, prefetch, fetched) if prefetch is not None else _no_guess
     cache.fill(initial)
-    phases = _phases(trace)
     for number, step in enumerate(steps):
         for layer, experts in enumerate(step):
             guess(number, layer, True)
@@ -174,6 +174,7 @@ def _no_guess(number: int, layer: int, is_early: bool) -> None:
 
 def _guesses(
     trace: Trace,
+    phases: Sequence[int],
     residency: Residency,
     held: Sequence[Collection[int]],
     prefetch: Prefetch | Mapping[int, Prefetch],
@@ -184,7 +185,6 @@ def _guesses(
     by_phase: Mapping[int, Prefetch] = (
         prefetch if isinstance(prefetch, Mapping) else dict.fromkeys((PREFILL, DECODE), prefetch)
     )
-    phases = _phases(trace)
 
     def guess(number: int, layer: int, is_early: bool) -> None:
         if not is_early:

@@ -88,11 +88,7 @@ def _guesses_taken_for_this_layers_choice(program: Program) -> None:
 
 @mistake("cached", "prefetch.start by next_router goes by what route gives")
 def _this_layers_choice_taken_for_guesses(program: Program) -> None:
-    body = layer(program)
-    (route,), (counted,) = ops(body, "route"), ops(body, "count_experts")
-    for node in (start_of(program), *ops(body, "sum_counts"), counted):
-        results_of(route)[-1].append(node)
-    counted.replace_input_with(operands(counted)[0], results_of(route)[0])
+    _count_own_choice(program)
 
 
 @mistake("cached", "prefetch.start by next_router is for -1 layers later")
@@ -103,12 +99,18 @@ def _guessed_for_a_layer_that_the_step_has_passed(program: Program) -> None:
 
 @mistake("cached", "prefetch.start by frequency is for 1 layers later")
 def _what_is_used_most_fetched_for_a_layer_to_come(program: Program) -> None:
-    body, start = layer(program), start_of(program)
+    _count_own_choice(program)
+    start = start_of(program)
+    start.kwargs = {**start.kwargs, "by": "frequency"}
+
+
+def _count_own_choice(program: Program) -> None:
+    """Have the prefetch go by what this layer chose."""
+    body = layer(program)
     (route,), (counted,) = ops(body, "route"), ops(body, "count_experts")
-    for node in (start, *ops(body, "sum_counts"), counted):
+    for node in (start_of(program), *ops(body, "sum_counts"), counted):
         results_of(route)[-1].append(node)
     counted.replace_input_with(operands(counted)[0], results_of(route)[0])
-    start.kwargs = {**start.kwargs, "by": "frequency"}
 
 
 @mistake("cached", "layer 0 prefetches for layer 2, which does not wait for it")

@@ -121,9 +121,8 @@ class ExpertCache:
     def demand(self, layer: int, experts: Sequence[int], of_prompts: bool = False) -> Sequence[Use]:
         """Claim a slot for each of `experts`. What is missing is on its way when this returns.
 
-        `of_prompts`: in a step of the prefill phase.
-
-        An expert whose slot another one of them leaves to it is not: `serve` starts it.
+        An expert whose slot another one of them leaves to it is not: `serve` starts it. `of_prompts`: in a step of the
+        prefill phase.
         """
         index = self._index[layer]
         uses = self._uses[layer] = self.residency.demand(index, experts, of_prompts)
