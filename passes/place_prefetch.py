@@ -88,11 +88,16 @@ def _peel(program: Program, original: Body, layers: list[int], suffix: str) -> B
 
 
 def _start(program: Program, body: Body, target: Body, pair: Pair, option: Option) -> None:
-    """Guess, count, add up, start."""
+    """Guess, count, add up, start; what is used most needs no guess."""
     by, ahead = predictor_of(program, pair), pair[2]
     build = Builder(program, body)
     route = _only(target, "route")
     table = str(route.kwargs["table"])
+    settings: dict[str, Any] = {"ahead": ahead, "most": option.most, "by": by, "table": table}
+    if by == "frequency":
+        with build.before(output_node(body)):
+            build.emit("prefetch.start", output_of(body), at=_place(body, option.place), **settings)
+        return
     if by == "history":
         at = _only(body, "route")
         where = build.before(results_of(at)[-1].next)
@@ -105,8 +110,7 @@ def _start(program: Program, body: Body, target: Body, pair: Pair, option: Optio
         counts = build.emit("count_experts", ids, at=at, table=table)
         if program.mesh.ep > 1:
             counts = build.emit("sum_counts", counts, at=at, group="experts.ep")
-        settings: dict[str, Any] = {"ahead": ahead, "most": option.most, "by": by}
-        build.emit("prefetch.start", counts, at=at, table=table, **settings)
+        build.emit("prefetch.start", counts, at=at, **settings)
 
 
 def _guess(build: Builder, x: fx.Node, target: Body, ahead: int, at: fx.Node) -> fx.Node:

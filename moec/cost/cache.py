@@ -149,10 +149,8 @@ def prefetched(program: Program, body: Body) -> tuple[int, float, str]:
 def place_of(body: Body, start: fx.Node) -> str:
     """Where a prefetch begins, by the rows that it guesses from: those that a layer gives, those it was given, others.
 
-    Routing itself, which `history` goes by, stands before the experts; by `frequency` one begins behind them.
+    Routing itself, which `history` goes by, stands before the experts.
     """
-    if start.kwargs["by"] == "frequency":
-        return "exit"
     node = start
     while is_op(node) and op_of(node).name in ("prefetch.start", "sum_counts", "count_experts", "guess", "relayout"):
         node = operands(node)[0]

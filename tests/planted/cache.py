@@ -88,7 +88,11 @@ def _guesses_taken_for_this_layers_choice(program: Program) -> None:
 
 @mistake("cached", "prefetch.start by next_router goes by what route gives")
 def _this_layers_choice_taken_for_guesses(program: Program) -> None:
-    _count_own_choice(program)
+    body = layer(program)
+    (route,), (counted,) = ops(body, "route"), ops(body, "count_experts")
+    for node in (start_of(program), *ops(body, "sum_counts"), counted):
+        results_of(route)[-1].append(node)
+    counted.replace_input_with(operands(counted)[0], results_of(route)[0])
 
 
 @mistake("cached", "prefetch.start by next_router is for -1 layers later")
@@ -99,18 +103,14 @@ def _guessed_for_a_layer_that_the_step_has_passed(program: Program) -> None:
 
 @mistake("cached", "prefetch.start by frequency is for 1 layers later")
 def _what_is_used_most_fetched_for_a_layer_to_come(program: Program) -> None:
-    _count_own_choice(program)
     start = start_of(program)
     start.kwargs = {**start.kwargs, "by": "frequency"}
 
 
-def _count_own_choice(program: Program) -> None:
-    """Have the prefetch go by what this layer chose."""
-    body = layer(program)
-    (route,), (counted,) = ops(body, "route"), ops(body, "count_experts")
-    for node in (start_of(program), *ops(body, "sum_counts"), counted):
-        results_of(route)[-1].append(node)
-    counted.replace_input_with(operands(counted)[0], results_of(route)[0])
+@mistake("cached", "prefetch.start by frequency goes by what its layer does not give")
+def _what_is_used_most_fetched_before_the_layer_is_through(program: Program) -> None:
+    start = start_of(program)
+    start.kwargs = {**start.kwargs, "by": "frequency", "ahead": -1}
 
 
 @mistake("cached", "layer 0 prefetches for layer 2, which does not wait for it")

@@ -22,7 +22,7 @@ def count_experts(ctx: Context, ids: Tensor, table: str) -> Tensor:
     return torch.bincount(ids.flatten(), minlength=ctx.program.experts[table])
 
 
-def prefetch_start(ctx: Context, counts: Tensor, **settings: Any) -> Tensor:
+def prefetch_start(ctx: Context, given: Tensor, **settings: Any) -> Tensor:
     return torch.tensor(0)
 
 

@@ -3,7 +3,8 @@
     guess           the experts that a later layer's router would choose for this layer's rows
     count_experts   rows per expert, of this rank; sum_counts adds up those of an ep group
     prefetch.start  copies of a later layer's experts begin: nobody reads its result, that layer's wait belongs to it.
-                    `ahead` is negative for an earlier layer, in the next step
+                    `ahead` is negative for an earlier layer, in the next step: by frequency, which counts nothing,
+                    and begins once it is given what its own layer gives
     prefetch.wait   the prefetch for this layer is over: what its rows need and is in no slot is copied before all else
     cached_experts  each expert on its rows, from its slot: first those that are there, the others as they come
 
@@ -53,13 +54,15 @@ def _counts_place(call: Call, axis: str, places: Places) -> Places:
 
 
 def _start_shape(call: Call) -> Shapes:
-    call.same_dims(call.shape(0)[0], call.placement().num_experts, "counts and experts")
+    if call.attrs["by"] != "frequency":
+        call.require(call.dtype(0) == "i64", f"counts are {call.dtype(0)}, not i64")
+        call.same_dims(call.shape(0)[0], call.placement().num_experts, "counts and experts")
     return (((), "i32"),)
 
 
 def _start_place(call: Call, axis: str, places: Places) -> Places:
     (counts,) = places
-    if counts == Replicate() or (counts == Partial() and axis != "ep"):
+    if call.attrs["by"] == "frequency" or counts == Replicate() or (counts == Partial() and axis != "ep"):
         return (Replicate(),)
     raise refuse(call, axis, places, "a rank must know what all ranks of its ep group will send it")
 
@@ -101,6 +104,6 @@ SERVED = ("float", "i32", "i32", "weight", "weight", "fp32", "fp32")
 register(Op("guess", ("float", "float", "float", "fp32"), _guess_shape, rows_and_param, GUESS, num_optional=1))
 register(Op("count_experts", ("i64",), _counts_shape, _counts_place, ("table",)))
 register(Op("sum_counts", ("i64",), like_first, all_reduce_place, ("group",), effects=COMM))
-register(Op("prefetch.start", ("i64",), _start_shape, _start_place, START, effects=CACHE))
+register(Op("prefetch.start", ("any",), _start_shape, _start_place, START, effects=CACHE))
 register(Op("prefetch.wait", ("i32",), _wait_shape, _as_offsets, ("table",), effects=CACHE))
 register(Op("cached_experts", SERVED, _served_shape, _served_place, ("table",), num_optional=2, kernels=CPP))

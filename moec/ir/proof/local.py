@@ -259,7 +259,7 @@ LOCAL: dict[str, Symbolic] = {
     "grouped_gate_up": Symbolic(grouped_gate_up, ("rows", "numbers", "param"), ("rows",)),
     "cached_experts": Symbolic(cached_experts, ("rows", "numbers", "numbers", "param", "param"), ("rows",)),
     "prefetch.wait": Symbolic(prefetch_wait, ("numbers",), ("numbers",)),
-    "prefetch.start": Symbolic(no_rows, ("numbers",), ("numbers",)),
+    "prefetch.start": Symbolic(no_rows, ("any",), ("numbers",)),
     "guess": Symbolic(no_rows, ("rows", "param", "param", "param"), ("guesses",)),
     "count_experts": Symbolic(no_rows, ("any",), ("numbers",)),
     "silu_mul": Symbolic(silu_mul, ("rows", "rows"), ("rows",)),

@@ -8,7 +8,7 @@ from torch import fx
 
 from moec.cache.policies import POLICIES
 from moec.ir.params import NEXT
-from moec.ir.program import Body, Program, is_op, op_of, operands
+from moec.ir.program import Body, Program, is_op, op_of, operands, output_of
 
 Faults = Iterator[str]
 
@@ -47,8 +47,18 @@ def check_cache(program: Program, body: Body) -> Faults:
 
 
 def _start_faults(body: Body, start: fx.Node) -> Faults:
-    """Copies are of what a router one guesses with would choose, or of what used to follow this layer's choice."""
+    """Copies are of what a router one guesses with would choose, of what used to follow this layer's choice, or, once
+    this layer is through, of what an earlier one has used most.
+    """
+    by, ahead = start.kwargs["by"], start.kwargs["ahead"]
+    if (by == "frequency") != (int(str(ahead)) < 0):
+        yield f"prefetch.start by {by} is for {ahead} layers later"
+        return
     counted = operands(start)[0]
+    if by == "frequency":
+        if counted is not output_of(body):
+            yield "prefetch.start by frequency goes by what its layer does not give"
+        return
     while is_op(counted) and op_of(counted).name == "sum_counts":
         counted = operands(counted)[0]
     if not is_op(counted) or op_of(counted).name != "count_experts":
@@ -59,11 +69,8 @@ def _start_faults(body: Body, start: fx.Node) -> Faults:
     (ids,) = operands(counted)
     made = ids if is_op(ids) else ids.all_input_nodes[0] if ids.op == "call_function" else None
     source = op_of(made).name if made is not None else "an input"
-    by, ahead = start.kwargs["by"], start.kwargs["ahead"]
-    if source != {"next_router": "guess", "history": "route", "frequency": "route"}[str(by)]:
+    if source != {"next_router": "guess", "history": "route"}[str(by)]:
         yield f"prefetch.start by {by} goes by what {source} gives"
-    elif (by == "frequency") != (int(str(ahead)) < 0):
-        yield f"prefetch.start by {by} is for {ahead} layers later"
     elif source == "guess" and made is not None:
         parts = [part for operand in operands(made)[1:] for part in _parts(body, operand)]
         others = [part for part in parts if not part.startswith(f"next{ahead}.")]

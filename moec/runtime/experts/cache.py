@@ -104,7 +104,7 @@ class ExpertCache:
         """Start copies of at most `most` experts of layer `later` that are in no slot, the best guess first.
 
         `counts`: rows per expert, as the later layer's router would have them, or by `history` those of `layer`. By
-        `frequency` the experts that were used most of late are fetched, whatever is counted.
+        `frequency` the experts that were used most of late are fetched, and `counts` are not read.
         """
         index = self._index[later]
         if by == "frequency":

@@ -63,15 +63,16 @@ def count_experts(ctx: Context, ids_Sk: Tensor, *, table: str) -> Tensor:
     return torch.bincount(ids_Sk.flatten(), minlength=ctx.placements[table].num_experts)
 
 
-def prefetch_start(ctx: Context, counts_E: Tensor, *, table: str, ahead: int, most: int, by: str) -> Tensor:
+def prefetch_start(ctx: Context, given: Tensor, *, table: str, ahead: int, most: int, by: str) -> Tensor:
     """Start copies for the layer `ahead`: at most `most`, those with the most rows first. What is given back is empty.
 
-    By `history`, `counts` are of this layer, and what used to follow them is fetched; by `frequency` they are too, and
-    what the later layer has used most is.
+    `given`: counts_E; by `history` those of this layer, and what used to follow them is fetched. By `frequency` it is
+    what this layer gives, which says no more than that its experts are through.
     """
     assert ctx.cache is not None and ctx.layer is not None
-    ctx.cache.prefetch(ctx.layer, ctx.layer + ahead, counts_E.tolist(), most, by)
-    return counts_E.new_empty(0)
+    counts = () if by == "frequency" else given.tolist()
+    ctx.cache.prefetch(ctx.layer, ctx.layer + ahead, counts, most, by)
+    return given.new_empty(0)
 
 
 def prefetch_wait(ctx: Context, offsets_M: Tensor, *, table: str) -> Tensor:
