@@ -46,31 +46,33 @@ class Belady:
                 raise ValueError(f"layer {layer}, expert {expert}: one look-up more than was foreseen")
             self._coming[key].pop()
             if key in self._next:
-                self.admit(key)
+                self.admit(layer, [expert])
 
-    def admit(self, key: Key) -> None:
-        heap = self._heaps[self.pool_of(key[0])]
-        self._next[key] = time = self._time(key)
-        heapq.heappush(heap, (-time, key))
+    def admit(self, layer: int, experts: Sequence[int]) -> None:
+        heap = self._heaps[self.pool_of(layer)]
+        for expert in experts:
+            key = layer, expert
+            self._next[key] = time = self._time(key)
+            heapq.heappush(heap, (-time, key))
         if len(heap) > SLACK * len(self._next) + 64:
             heap[:] = sorted({entry for entry in heap if self._is_current(entry)})
 
-    def drop(self, key: Key) -> None:
-        del self._next[key]
-
-    def victims(self, layer: int, count: int, kept: Collection[Key]) -> list[Key]:
+    def evict(self, layer: int, count: int, kept: Collection[Key]) -> list[Key]:
         heap = self._heaps[self.pool_of(layer)]
-        seen: list[tuple[int, Key]] = []
-        found: list[Key] = []
-        while heap and len(found) < count:
+        staying: list[tuple[int, Key]] = []
+        leaving: list[Key] = []
+        while heap and len(leaving) < count:
             entry = heapq.heappop(heap)
-            if self._is_current(entry) and entry not in seen[-1:]:
-                seen.append(entry)
-                if entry[1] not in kept:
-                    found.append(entry[1])
-        for entry in seen:
+            if not self._is_current(entry):
+                continue
+            if entry[1] not in kept:
+                leaving.append(entry[1])
+                del self._next[entry[1]]  # which outdates any second entry of it
+            elif entry not in staying[-1:]:
+                staying.append(entry)
+        for entry in staying:
             heapq.heappush(heap, entry)
-        return found
+        return leaving
 
     def worth(self, key: Key) -> float:
         return -self._time(key)
@@ -102,6 +104,7 @@ class Bound:
         self._free: defaultdict[int, int] = defaultdict(int)  # of a pool; less than none within a look-up
         for layer in range(len(held)):
             self._free[policy.pool_of(layer)] += slots - sum(key[0] == layer for key in self._pinned)
+        self._room = dict(self._free)
 
     def fill(self, order: Iterable[Key]) -> None:
         """Begin with the first keys of `order` for which there is room."""
@@ -116,11 +119,9 @@ class Bound:
         self._policy.use(layer, sorted(expert for _, expert in wanted))
         for key in missing:
             self._enter(key)
-        surplus = -self._free[self._policy.pool_of(layer)]
-        leaving = self._policy.victims(layer, surplus, wanted)
-        if len(leaving) < surplus:  # this step alone is more than there is room for
-            leaving = self._policy.victims(layer, surplus, ())
-        for key in leaving:
+        pool = self._policy.pool_of(layer)
+        too_many = len(wanted - self._pinned) > self._room[pool]  # this step alone is more than there is room for
+        for key in self._policy.evict(layer, -self._free[pool], () if too_many else wanted):
             self._leave(key)
         counters = self.counters[layer]
         counters.lookups += len(wanted)
@@ -130,10 +131,9 @@ class Bound:
     def _enter(self, key: Key) -> None:
         self._present.add(key)
         self._free[self._policy.pool_of(key[0])] -= 1
-        self._policy.admit(key)
+        self._policy.admit(key[0], [key[1]])
 
     def _leave(self, key: Key) -> None:
         self._present.remove(key)
         self._free[self._policy.pool_of(key[0])] += 1
-        self._policy.drop(key)
         self.counters[key[0]].evictions += 1

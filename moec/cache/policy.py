@@ -18,7 +18,7 @@ Scope = Literal["layer", "rank"]
 
 
 class Policy(Protocol):
-    """What `Residency` asks. A look-up calls `use` once, then `victims`, then `drop` and `admit`."""
+    """What `Residency` asks. A look-up calls `use` once, then `evict`, then `admit`."""
 
     @property
     def scope(self) -> Scope:
@@ -29,16 +29,12 @@ class Policy(Protocol):
         """One step looks up these distinct experts of a layer, resident or not, all at once."""
         ...
 
-    def admit(self, key: Key) -> None:
-        """`key` has a slot, and may be told to leave it from now on."""
+    def admit(self, layer: int, experts: Sequence[int]) -> None:
+        """These experts of a layer have slots, got one after the other, and may be told to leave them from now on."""
         ...
 
-    def drop(self, key: Key) -> None:
-        """An admitted key has left."""
-        ...
-
-    def victims(self, layer: int, count: int, kept: Collection[Key]) -> list[Key]:
-        """At most `count` admitted keys of the pool of `layer` that are not in `kept`, the first to leave first."""
+    def evict(self, layer: int, count: int, kept: Collection[Key]) -> list[Key]:
+        """At most `count` admitted keys of the pool of `layer`, not in `kept`, leave: these, in this order."""
         ...
 
     def worth(self, key: Key) -> float:

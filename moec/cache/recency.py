@@ -23,20 +23,23 @@ class Lru:
         self._latest = [(layer, expert) for expert in experts]
         self._renew(self._latest)
 
-    def admit(self, key: Key) -> None:
+    def admit(self, layer: int, experts: Sequence[int]) -> None:
         """What comes without having been used (a wrong guess, the initial content) is the next to leave."""
-        pool = self._pools[self._number(key[0])]
-        pool[key] = None
-        if key in self._latest:
-            self._renew(self._latest[self._latest.index(key) + 1 :])  # in their order, whichever was resident
-        else:
-            pool.move_to_end(key, last=False)
+        pool = self._pools[self._number(layer)]
+        for expert in experts:
+            key = layer, expert
+            pool[key] = None
+            if key in self._latest:
+                self._renew(self._latest[self._latest.index(key) + 1 :])  # in their order, whichever was resident
+            else:
+                pool.move_to_end(key, last=False)
 
-    def drop(self, key: Key) -> None:
-        del self._pools[self._number(key[0])][key]
-
-    def victims(self, layer: int, count: int, kept: Collection[Key]) -> list[Key]:
-        return list(islice((key for key in self._pools[self._number(layer)] if key not in kept), count))
+    def evict(self, layer: int, count: int, kept: Collection[Key]) -> list[Key]:
+        pool = self._pools[self._number(layer)]
+        leaving = list(islice((key for key in pool if key not in kept), count))
+        for key in leaving:
+            del pool[key]
+        return leaving
 
     def worth(self, key: Key) -> float:
         return float(key in self._latest)
@@ -79,19 +82,30 @@ class LeastStale:
         # The clock follows the layers, not the calls, so that a layer nobody looked up does not shift the windows.
         self._now += (layer - self._now % self._num_layers) % self._num_layers or self._num_layers
         self._latest = {(layer, expert) for expert in experts}
-        for key in self._latest:
-            if key in self._last or key in self._never:
-                self.drop(key)
-                self.admit(key)
+        known = [key for key in self._latest if key in self._last or key in self._never]
+        for key in known:
+            self._forget(key)
+        self.admit(layer, [expert for _, expert in known])
 
-    def admit(self, key: Key) -> None:
-        if key in self._latest:
-            self._last[key] = self._now
-            self._by_visit.setdefault(self._now, {})[key] = None
-        else:
-            self._never[key] = None
+    def admit(self, layer: int, experts: Sequence[int]) -> None:
+        for expert in experts:
+            key = layer, expert
+            if key in self._latest:
+                self._last[key] = self._now
+                self._by_visit.setdefault(self._now, {})[key] = None
+            else:
+                self._never[key] = None
 
-    def drop(self, key: Key) -> None:
+    def evict(self, layer: int, count: int, kept: Collection[Key]) -> list[Key]:
+        leaving = self._stalest(count, kept)
+        for key in leaving:
+            self._forget(key)
+        return leaving
+
+    def worth(self, key: Key) -> float:
+        return float(key in self._latest)
+
+    def _forget(self, key: Key) -> None:
         if key in self._never:
             del self._never[key]
             return
@@ -100,7 +114,7 @@ class LeastStale:
         if not self._by_visit[visit]:
             del self._by_visit[visit]
 
-    def victims(self, layer: int, count: int, kept: Collection[Key]) -> list[Key]:
+    def _stalest(self, count: int, kept: Collection[Key]) -> list[Key]:
         found = list(islice((key for key in reversed(self._never) if key not in kept), count))
         window: list[int] = []
         for visit in self._by_visit:
@@ -111,9 +125,6 @@ class LeastStale:
                     break
             window.append(visit)
         return (found + self._newest_first(window, kept))[:count]
-
-    def worth(self, key: Key) -> float:
-        return float(key in self._latest)
 
     def _window(self, visit: int) -> int:
         return (self._now - visit) // self._num_layers

@@ -110,7 +110,8 @@ class Residency:
         for layer, expert in order:
             if self._free[layer] and expert not in self._tables[layer]:
                 self._check(layer, [expert])
-                self._put(layer, expert, self._free[layer].pop())
+                self._place(layer, expert, self._free[layer].pop())
+                self.policy.admit(layer, [expert])
                 placed.append((layer, expert))
         return placed
 
@@ -187,11 +188,12 @@ class Residency:
         least = min(PASSING, len(misses)) if self._to_come else len(misses)
         if len(places) < least:
             places += self._retract(least - len(places))
-        left = iter(misses)
         while True:
-            for (slot, gone), expert in zip(places, left, strict=False):
-                self._put(layer, expert, slot)
+            for (slot, gone), expert in zip(places, misses, strict=False):
+                self._place(layer, expert, slot)
                 uses.append(Use(expert, slot, True, gone))
+            self.policy.admit(layer, misses[: len(places)])
+            misses = misses[len(places) :]
             if (num_left := len(wanted) - len(uses)) == 0:
                 return
             served = {use.slot: number for number, use in enumerate(uses)}
@@ -220,9 +222,8 @@ class Residency:
         free = self._free[layer]
         places: list[tuple[int, Key | None]] = [(free.pop(), None) for _ in range(min(count, len(free)))]
         if len(places) < count:
-            for key in self.policy.victims(layer, count - len(places), kept):
-                self.policy.drop(key)
-                places.append((self._evict(key), key))
+            leaving = self.policy.evict(layer, count - len(places), kept)
+            places += [(self._evict(key), key) for key in leaving]
         return places
 
     def _retract(self, count: int) -> list[tuple[int, Key | None]]:
@@ -235,10 +236,6 @@ class Residency:
     def _place(self, layer: int, expert: int, slot: int) -> None:
         self._tables[layer][expert] = Use(expert, slot, False, None)
 
-    def _put(self, layer: int, expert: int, slot: int) -> None:
-        self._place(layer, expert, slot)
-        self.policy.admit((layer, expert))
-
     def _evict(self, key: Key) -> int:
         layer, expert = key
         counters = self.counters[layer]
@@ -250,9 +247,10 @@ class Residency:
 
     def _settle(self, layer: int) -> None:
         """The guesses for this look-up have been right or wrong: from now on they may leave like all others."""
-        for key in [key for key in self._guessed if key[0] == layer]:
+        settled = [key for key in self._guessed if key[0] == layer]
+        for key in settled:
             del self._guessed[key]
-            self.policy.admit(key)
+        self.policy.admit(layer, [expert for _, expert in settled])
 
     def _count(self, layer: int, hits: Sequence[Use], misses: int) -> None:
         counters = self.counters[layer]

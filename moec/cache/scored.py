@@ -26,16 +26,15 @@ class Scored(ABC):
     def use(self, layer: int, experts: Sequence[int]) -> None:  # noqa: B027 (a policy need not learn)
         """Scores that do not change."""
 
-    def admit(self, key: Key) -> None:
-        self._pools[key[0]].add(key)
+    def admit(self, layer: int, experts: Sequence[int]) -> None:
+        self._pools[layer].update([(layer, expert) for expert in experts])
 
-    def drop(self, key: Key) -> None:
-        self._pools[key[0]].remove(key)
-
-    def victims(self, layer: int, count: int, kept: Collection[Key]) -> list[Key]:
-        scores = self.scores(layer)
-        free = [(scores[key[1]], key) for key in self._pools[layer] if key not in kept]
-        return [key for _, key in sorted(free)[:count]]
+    def evict(self, layer: int, count: int, kept: Collection[Key]) -> list[Key]:
+        scores, pool = self.scores(layer), self._pools[layer]
+        free = [(scores[key[1]], key) for key in pool if key not in kept]
+        leaving = [key for _, key in sorted(free)[:count]]
+        pool.difference_update(leaving)
+        return leaving
 
     def worth(self, key: Key) -> float:
         return self.scores(key[0])[key[1]]

@@ -49,33 +49,30 @@ class SweepLfu:
             sums[expert] += added
         self._now, self._steps[layer], self._ranked[layer] = layer, step, None
 
-    def admit(self, key: Key) -> None:
-        layer, expert = key
-        self._pools[layer].add(expert)
+    def admit(self, layer: int, experts: Sequence[int]) -> None:
+        self._pools[layer].update(experts)
         self._ranked[layer] = None
 
-    def drop(self, key: Key) -> None:
-        layer, expert = key
-        self._pools[layer].remove(expert)
-        if (rank := self._ranked[layer]) is not None:
-            rank.remove((self._sums[layer][expert], expert))
-
-    def victims(self, layer: int, count: int, kept: Collection[Key]) -> list[Key]:
+    def evict(self, layer: int, count: int, kept: Collection[Key]) -> list[Key]:
         ranks = [self._rank(at) for at in range(len(self._pools))]
         scales = [self._scale(at) for at in range(len(ranks))]
         heads = [(rank[0][0] * scales[at], at, 0) for at, rank in enumerate(ranks) if rank]
         heapify(heads)
-        found: list[Key] = []
-        while heads and len(found) < count:
+        leaving: list[Key] = []
+        while heads and len(leaving) < count:
             _, at, place = heads[0]
             rank = ranks[at]
             if (key := (at, rank[place][1])) not in kept:
-                found.append(key)
+                leaving.append(key)
             if (place := place + 1) < len(rank):
                 heapreplace(heads, (rank[place][0] * scales[at], at, place))
             else:
                 heappop(heads)
-        return found
+        for at, expert in leaving:
+            self._pools[at].remove(expert)
+        for at in {at for at, _ in leaving}:
+            self._ranked[at] = [entry for entry in ranks[at] if entry[1] in self._pools[at]]
+        return leaving
 
     def worth(self, key: Key) -> float:
         return self._sums[key[0]][key[1]] * self._scale(key[0])
