@@ -101,7 +101,7 @@ def test_what_steps_use_is_counted_rank_by_rank() -> None:
 
 
 def test_steps_are_of_a_phase_or_of_none() -> None:
-    assert batched().phases.tolist() == [0, -1, 1, 1, 1, 1, 1, 1]
+    assert batched().trace.step_phases.tolist() == [0, -1, 1, 1, 1, 1, 1, 1]
 
 
 def test_sequences_as_prompts_keep_their_tokens() -> None:

@@ -226,7 +226,7 @@ def _times(lab: Lab, seconds: Callable[[Machine, Stream], Floats]) -> Times:
         return None, None
 
     def mean(ranks: list[Stream], phase: int) -> float | None:
-        steps = ranks[0].phases == phase
+        steps = ranks[0].trace.step_phases == phase
         if not steps.any():
             return None
         return float(np.max([seconds(machine, rank) for rank in ranks], axis=0)[steps].mean())

@@ -106,7 +106,7 @@ def simulate(
     steps = look_ups(trace, held)
     active = np.array([[len(experts) for experts in step] for step in steps], dtype=np.int64)
     demanded, fetched = np.zeros_like(active), np.zeros_like(active)
-    phases = _phases(trace)
+    phases = trace.step_phases.tolist()
     cache: Bound | Residency
     guess: _Guess = _no_guess
     if isinstance(policy, Belady) and prefetch is None:
@@ -156,12 +156,6 @@ def policy_for(
 def popularity_of(trace: Trace) -> Array:
     """How often each expert was chosen: [layers, experts]."""
     return np.stack([np.bincount(ids.ravel(), minlength=trace.num_experts) for ids in trace.expert_ids])
-
-
-def _phases(trace: Trace) -> list[int]:
-    """Of each step, by its first token."""
-    found: list[int] = trace.phase[np.minimum(trace.step_starts[:-1], trace.num_tokens - 1)].tolist()
-    return found
 
 
 #: What a layer does in a step, before (True) and after (False) its look-up.

@@ -10,7 +10,7 @@ import numpy as np
 
 from moec.cache.simulate import Outcome
 from moec.cache.timing import Counts, Steps
-from moec.cache.trace import DECODE, PREFILL, Array, Trace
+from moec.cache.trace import PREFILL, Trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,14 +56,6 @@ class Stream:
         share = active * (crossing / np.maximum(total, 1))[:, None]
         least: Counts = np.rint(share.sum(axis=0)).astype(np.int64)
         return least
-
-    @cached_property
-    def phases(self) -> Array:
-        """[S]: a step with a token of a prompt is a prefill step; one without tokens is neither."""
-        starts, ends = self.trace.step_starts[:-1], self.trace.step_starts[1:]
-        prompts = np.concatenate([[0], np.cumsum(self.trace.phase == PREFILL)])
-        found: Array = np.where(prompts[ends] > prompts[starts], PREFILL, np.where(ends > starts, DECODE, -1))
-        return found
 
 
 def as_prompts(trace: Trace) -> Trace:

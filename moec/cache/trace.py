@@ -18,6 +18,7 @@ import io
 import zipfile
 import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,14 @@ class Trace:
     @property
     def num_steps(self) -> int:
         return len(self.step_starts) - 1
+
+    @cached_property
+    def step_phases(self) -> Array:
+        """[S]: a step with a token of a prompt is a prefill step; one without tokens is neither, -1."""
+        starts, ends = self.step_starts[:-1], self.step_starts[1:]
+        prompts = np.concatenate([[0], np.cumsum(self.phase == PREFILL)])
+        found: Array = np.where(prompts[ends] > prompts[starts], PREFILL, np.where(ends > starts, DECODE, -1))
+        return found
 
     def of_phase(self, phase: int) -> Array:
         """`expert_ids` of the tokens of one phase: [L, n, k], n may be 0."""
