@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moec.diagnostics import Diagnostic, fail
 from moec.runtime.experts.file import Contents, Key, LayerBlobs
+from moec.runtime.experts.transfer import Room
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -36,12 +37,12 @@ def blob(key: Key, contents: Contents = CONTENTS) -> Tensor:
 class Starts(Protocol[T_co]):
     """A copier, or one of its lanes."""
 
-    def start(self, copies: Sequence[tuple[Key, Tensor]], is_demand: bool) -> Sequence[T_co]: ...
+    def start(self, copies: Sequence[tuple[Key, Room]], is_demand: bool) -> Sequence[T_co]: ...
 
 
 def begin(copier: Starts[T_co], key: Key, into: Tensor, is_demand: bool) -> T_co:
     """The copy of one expert, begun."""
-    (transfer,) = copier.start([(key, into)], is_demand)
+    (transfer,) = copier.start([(key, Room.of(into))], is_demand)
     return transfer
 
 

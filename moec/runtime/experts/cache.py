@@ -24,7 +24,7 @@ from moec.cache_sizes import SLOT_ALIGNMENT
 from moec.runtime.experts.copier import Copier
 from moec.runtime.experts.file import Contents, Key
 from moec.runtime.experts.tiers import NvmeTier
-from moec.runtime.experts.transfer import Transfer
+from moec.runtime.experts.transfer import Room, Transfer
 from moec.runtime.launch.status import Status
 from moec.runtime.weights_reader import TORCH_DTYPES
 
@@ -73,7 +73,7 @@ class ExpertCache:
         self.arena = torch.empty(residency.num_slots, stride, dtype=torch.uint8, device=device)
         self._moving: dict[int, Transfer] = {}  # slot -> the copy into it that nobody has waited for yet
         self._uses: dict[int, list[Use]] = {}
-        self._places: list[dict[int, Tensor]] = [{} for _ in layers]  # layer -> slot -> where a blob of the layer goes
+        self._rooms: list[dict[int, Room]] = [{} for _ in layers]  # layer -> slot -> where a blob of the layer goes
         self._experts = [frozenset(blobs.experts) for blobs in contents.layers]
         self._filled: dict[str, int] = {}
 
@@ -207,14 +207,14 @@ class ExpertCache:
 
     def _begin(self, index: int, loads: Sequence[Use | Load], is_demand: bool) -> None:
         """Copy experts into their slots. A guess that was still on its way there is not wanted any more."""
-        moving, places, copies = self._moving, self._places[index], list[tuple[Key, Tensor]]()
+        moving, rooms, copies = self._moving, self._rooms[index], list[tuple[Key, Room]]()
         for load in loads:
             slot = load.slot
             if (before := moving.get(slot)) is not None:
                 before.cancel()
-            if (into := places.get(slot)) is None:
-                into = places[slot] = self.arena[slot, : self.contents.blob_bytes(index)]
-            copies.append(((index, load.expert), into))
+            if (room := rooms.get(slot)) is None:
+                room = rooms[slot] = Room.of(self.arena[slot, : self.contents.blob_bytes(index)])
+            copies.append(((index, load.expert), room))
         transfers = self.copier.start(copies, is_demand)
         moving.update(zip([load.slot for load in loads], transfers, strict=True))
         if self.copies is not None:

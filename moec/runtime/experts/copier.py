@@ -1,7 +1,7 @@
 """Brings experts into slots while the rank computes: one thread for each tier in use, demands before prefetches.
 
     with Copier([host, nvme]) as copier:
-        (ahead,) = copier.start([((3, 17), arena[slot])], is_demand=False)
+        (ahead,) = copier.start([((3, 17), Room.of(arena[slot]))], is_demand=False)
         ...
         ahead.wait()
 
@@ -13,14 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 
-from torch import Tensor
-
 from moec.runtime.experts.file import Key
 from moec.runtime.experts.memory_lane import MemoryLane, memory_library
 from moec.runtime.experts.pace import Clock, SystemClock
 from moec.runtime.experts.thread_lane import ThreadLane
 from moec.runtime.experts.tiers import HostTier, Tier
-from moec.runtime.experts.transfer import Lane, Transfer
+from moec.runtime.experts.transfer import Lane, Room, Transfer
 
 
 class Copier:
@@ -45,18 +43,18 @@ class Copier:
     ) -> None:
         self.close()
 
-    def start(self, copies: Sequence[tuple[Key, Tensor]], is_demand: bool) -> Sequence[Transfer]:
-        """Begin to copy experts, in this order, each into its slot (uint8 [blob bytes], contiguous).
+    def start(self, copies: Sequence[tuple[Key, Room]], is_demand: bool) -> Sequence[Transfer]:
+        """Begin to copy experts, in this order, each into its slot.
 
         On a CUDA device a slot is written after what its current stream has been given so far, which may still read the
         expert that was there.
         """
-        parts: dict[Lane, list[tuple[Key, Tensor]]] = {}
+        parts: dict[Lane, list[tuple[Key, Room]]] = {}
         for copy in copies:
-            key, into = copy
+            key, room = copy
             lane, size = self._found.get(key) or self._find(key)
-            if size != into.numel():
-                raise AssertionError(f"the slot for {key} has {into.numel()} bytes, the expert {size}")
+            if size != room.num_bytes:
+                raise AssertionError(f"the slot for {key} has {room.num_bytes} bytes, the expert {size}")
             parts.setdefault(lane, []).append(copy)
         begun = {lane: lane.start(part, is_demand) for lane, part in parts.items()}
         if len(begun) == 1:

@@ -22,7 +22,7 @@ from moec.runtime.cpp_build import load
 from moec.runtime.experts.file import Key
 from moec.runtime.experts.pace import LINK_PIECE_BYTES
 from moec.runtime.experts.tiers import HostTier
-from moec.runtime.experts.transfer import State
+from moec.runtime.experts.transfer import Room, State
 
 #: How long a wait goes on before Python may look for signals.
 _PATIENCE_SECONDS = 0.1
@@ -134,16 +134,16 @@ class MemoryLane:
     def num_bytes(self) -> int:
         return int(self.library.lane_bytes(self.handle))
 
-    def start(self, copies: Sequence[tuple[Key, Tensor]], is_demand: bool) -> list[MemoryTransfer]:
+    def start(self, copies: Sequence[tuple[Key, Room]], is_demand: bool) -> list[MemoryTransfer]:
         if self._is_closed:
             raise AssertionError("the copier is closed")
-        slots, sources, count = [into.data_ptr() for _, into in copies], self._sources, len(copies)
-        asked = array("q", [sources[key] for key, _ in copies] + slots + [into.numel() for _, into in copies])
+        slots, sources, count = [room.address for _, room in copies], self._sources, len(copies)
+        asked = array("q", [sources[key] for key, _ in copies] + slots + [room.num_bytes for _, room in copies])
         records = (_Record * count)()
         first, queued = ctypes.addressof(records), count
         transfers = [
-            MemoryTransfer(self, key, into, records, number, first + number * _RECORD_BYTES)
-            for number, (key, into) in enumerate(copies)
+            MemoryTransfer(self, key, room.memory, records, number, first + number * _RECORD_BYTES)
+            for number, (key, room) in enumerate(copies)
         ]
         try:
             queued = self.library.lane_start(self.handle, first, asked.buffer_info()[0], count, is_demand)

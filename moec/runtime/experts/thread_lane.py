@@ -23,7 +23,7 @@ from torch import Tensor
 from moec.runtime.experts.file import Key
 from moec.runtime.experts.pace import LINK_PIECE_BYTES, Clock, Link, Load
 from moec.runtime.experts.tiers import Tier
-from moec.runtime.experts.transfer import State
+from moec.runtime.experts.transfer import Room, State
 
 
 class ThreadTransfer:
@@ -98,15 +98,15 @@ class ThreadLane:
         self._thread = threading.Thread(target=self._run, name=f"experts-{tier.name}", daemon=True)
         self._thread.start()
 
-    def start(self, copies: Sequence[tuple[Key, Tensor]], is_demand: bool) -> list[ThreadTransfer]:
+    def start(self, copies: Sequence[tuple[Key, Room]], is_demand: bool) -> list[ThreadTransfer]:
         now = self.clock.now()
-        transfers = [ThreadTransfer(self, key, into, is_demand, now) for key, into in copies]
+        transfers = [ThreadTransfer(self, key, room.memory, is_demand, now) for key, room in copies]
         with self._work:
             if self._is_closed:
                 raise AssertionError("the copier is closed")
             for transfer in transfers:
                 self._put(transfer)
-            if not self.is_awake and (self._backlog >= self.tier.wake_bytes or copies[0][1].is_cuda):
+            if not self.is_awake and (self._backlog >= self.tier.wake_bytes or copies[0][1].memory.is_cuda):
                 self.is_awake = True
                 self._work.notify()
         if self.link is not None:

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from moec.runtime.experts.file import Key
 from moec.runtime.experts.tiers import Tier
+
+
+class Room(NamedTuple):
+    """Where an expert goes: `memory` is uint8 [blob bytes], contiguous, `num_bytes` long and at `address`.
+
+    Those of slots are made once: to ask a tensor each time takes a third of what the beginning of a copy does.
+    """
+
+    memory: Tensor
+    address: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, memory: Tensor) -> Room:
+        return cls(memory, memory.data_ptr(), memory.numel())
 
 
 class State(Enum):
@@ -72,8 +87,8 @@ class Lane(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
-    def start(self, copies: Sequence[tuple[Key, Tensor]], is_demand: bool) -> Sequence[Transfer]:
-        """Queue copies of experts, in this order, each into its slot (uint8 [blob bytes], contiguous).
+    def start(self, copies: Sequence[tuple[Key, Room]], is_demand: bool) -> Sequence[Transfer]:
+        """Queue copies of experts, in this order, each into its slot.
 
         Raises AssertionError where the lane still fills one of those slots.
         """
