@@ -126,14 +126,14 @@ class ExpertCache:
         """
         index = self._index[layer]
         uses = self._uses[layer] = self.residency.demand(index, experts, of_prompts)
-        if not self._is_copied(uses):
-            return uses
-        begun, _ = _one_of_each_slot(uses)
-        for use in begun:
-            if not (use.is_loaded or self._is_there(use)):
-                self.arrivals.late += 1
-                self._moving[use.slot].promote()
-        self._begin(index, [use for use in begun if use.is_loaded], is_demand=True)
+        if moving := self._moving:
+            for use in uses:
+                if not use.is_loaded and (guess := moving.get(use.slot)) is not None and not guess.is_done:
+                    self.arrivals.late += 1
+                    guess.promote()
+        if uses and uses[-1].is_loaded:  # loads are last
+            begun, _ = _one_of_each_slot(uses)
+            self._begin(index, [use for use in begun if use.is_loaded], is_demand=True)
         return uses
 
     def serve(self, layer: int) -> Iterator[Sequence[Use]]:
@@ -168,13 +168,14 @@ class ExpertCache:
 
     def next_of(self, begun: Sequence[Use]) -> Sequence[Use]:
         """Which of the experts that have a slot or are on their way are served next: those that are there, else one."""
-        return [use for use in begun if self._is_there(use)] or begun[:1]
+        moving = self._moving
+        return [u for u in begun if (copy := moving.get(u.slot)) is None or copy.is_done] or begun[:1]
 
     def _is_copied(self, uses: Sequence[Use]) -> bool:
         """Whether a copy into the slot of any of them is under way or to come. Loads are last among uses."""
-        if not self._moving:
-            return bool(uses) and uses[-1].is_loaded
-        return any(use.is_loaded or use.slot in self._moving for use in uses)
+        if uses and uses[-1].is_loaded:
+            return True
+        return bool(self._moving) and any(use.slot in self._moving for use in uses)
 
     def _wait(self, transfer: Transfer) -> None:
         if transfer.is_done:
@@ -200,10 +201,6 @@ class ExpertCache:
         for lane in self.copier.lanes:
             if isinstance(lane.tier, NvmeTier):
                 lane.tier.close()
-
-    def _is_there(self, use: Use) -> bool:
-        transfer = self._moving.get(use.slot)
-        return transfer is None or transfer.is_done
 
     def _begin(self, index: int, loads: Sequence[Use | Load], is_demand: bool) -> None:
         """Copy experts into their slots. A guess that was still on its way there is not wanted any more."""
