@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -67,9 +68,10 @@ def _groups(program: Program, chosen: Mapping[Pair, Option]) -> dict[str, dict[P
 
 
 def _peel(program: Program, original: Body, layers: list[int], suffix: str) -> Body:
-    """A copy of a body for some of its layers."""
+    """A copy of a body for some of its layers, by a name that no body has."""
     name, copied = original.name, copy_body(original)
-    copied.name = f"{name}_{suffix}"
+    numbered = (f"{name}_{suffix}{number}" for number in itertools.count(2))
+    copied.name = next(n for n in itertools.chain([f"{name}_{suffix}"], numbered) if n not in program.bodies)
     bodies = list(program.bodies.items())
     bodies.insert([n for n, _ in bodies].index(name) + 1, (copied.name, copied))
     program.bodies = dict(bodies)

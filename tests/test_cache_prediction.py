@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,10 +90,57 @@ def test_what_comes_back_for_the_next_step_as_counted(mesh: str | None, tmp_path
     assert all(layers[0]["prefetches"] > 0 for layers in run.counters)
 
 
+@pytest.mark.parametrize("policy", ["layer_lru", "sweep_lfu"])
+def test_dense_layers_between_as_counted(policy: str, tmp_path: Path) -> None:
+    """The next sparse layer is one, two or three layers later, and each has a body of its own."""
+    config = {
+        "decoder_sparse_step": 1,
+        "num_hidden_layers": 9,
+        "mlp_only_layers": [2, 5, 6],
+        "num_experts": 12,
+        "num_experts_per_tok": 3,
+    }
+    how = "next_router(ahead = 1)"
+    artifact, _ = as_counted("qwen3_moe", None, 3, policy, how, FEW, tmp_path, **config)
+    found = {
+        layer: layer + int(str(node.kwargs["ahead"]))
+        for body, node in artifact.decode.nodes()
+        if op_of(node).name == "prefetch.start"
+        for layer in artifact.decode.layers_of(body.name)
+    }
+    assert found == {0: 1, 1: 3, 3: 4, 4: 7, 7: 8}
+
+
+def test_several_layers_that_nobody_looks_ahead_for_as_counted(tmp_path: Path) -> None:
+    """Two layers bring back what the first ones use most, from different distances."""
+    config = {
+        "decoder_sparse_step": 1,
+        "num_hidden_layers": 4,
+        "mlp_only_layers": [1],
+        "num_experts": 6,
+        "num_experts_per_tok": 4,
+    }
+    batch = ("plan.decode.batch=6",)
+    how = "next_router(ahead = 2)"
+    artifact, _ = as_counted("qwen3_moe", None, 2, "sweep_lfu", how, batch, tmp_path, **config)
+    starts = [node.kwargs for _, node in artifact.decode.nodes() if op_of(node).name == "prefetch.start"]
+    assert sorted((str(start["by"]), int(str(start["ahead"]))) for start in starts) == [
+        ("frequency", -2), ("frequency", -1), ("next_router", 3),
+    ]  # fmt: skip
+
+
 def as_counted(
-    family: str, mesh: str | None, slots: int, policy: str, prefetch: str, overrides: tuple[str, ...], tmp_path: Path
+    family: str,
+    mesh: str | None,
+    slots: int,
+    policy: str,
+    prefetch: str,
+    overrides: tuple[str, ...],
+    tmp_path: Path,
+    **config: Any,
 ) -> tuple[Artifact, Run]:
-    model = checkpoints.make(family, tmp_path / "model")
+    """Run a model of a family, with such a config, and hold what its cache counted against the simulator."""
+    model = checkpoints.make(family, tmp_path / "model", **config)
     prompts = checkpoints.prompts(model.config.vocab_size, (9, 4, 14))
     settings = {"hbm": f"slots({slots})", "evict": "layer_lru"}
     if family == "deepseek_v3":

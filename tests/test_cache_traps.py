@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from moec.runtime.experts.cache import ExpertCache
 from moec.runtime.experts.copier import Copier
 from moec.runtime.experts.file import Key
-from moec.runtime.experts.transfer import Transfer
+from moec.runtime.experts.transfer import Room, Transfer
 from tests import checkpoints
 from tests.cached import Run, compile_cached, run_cached, same_bits
 from tests.parity import Outcome, compile_checkpoint, run
@@ -56,9 +55,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         init(self, *args, **settings)
         self.arena.fill_(NAN_BYTE)
 
-    def started(self: Copier, copies: Sequence[tuple[Key, Tensor]], is_demand: bool) -> Sequence[Transfer]:
-        for _, into in copies:
-            into.fill_(NAN_BYTE)
+    def started(self: Copier, copies: Sequence[tuple[Key, Room]], is_demand: bool) -> Sequence[Transfer]:
+        for _, room in copies:
+            room.memory.fill_(NAN_BYTE)
         return start(self, copies, is_demand)
 
     monkeypatch.setattr(ExpertCache, "__init__", opened)

@@ -1,8 +1,8 @@
 """What a policy of eviction is: it says which resident expert gives up its slot.
 
-A policy sees every look-up (`use`), and the keys that may leave (`admit`, `drop`). It never sees a pinned key, nor a
-prefetched one before its layer has been looked up: those cannot leave, and `Residency` sees to that. Its `scope` says
-what it chooses among: the slots of one layer, or all slots of the rank.
+A policy sees every look-up (`use`), and the keys that may leave (from `admit` to `evict`). It never sees a pinned key,
+nor a prefetched one before its layer has been looked up: those cannot leave, and `Residency` sees to that. Its `scope`
+says what it chooses among: the slots of one layer, or all slots of the rank.
 
 Every choice is deterministic: equal keys leave in the order of their layer and expert numbers.
 """

@@ -54,9 +54,10 @@ def _counts_place(call: Call, axis: str, places: Places) -> Places:
 
 
 def _start_shape(call: Call) -> Shapes:
+    num_experts = call.placement().num_experts
     if call.attrs["by"] != "frequency":
         call.require(call.dtype(0) == "i64", f"counts are {call.dtype(0)}, not i64")
-        call.same_dims(call.shape(0)[0], call.placement().num_experts, "counts and experts")
+        call.same_dims(call.shape(0)[0], num_experts, "counts and experts")
     return (((), "i32"),)
 
 
