@@ -34,7 +34,7 @@ def test_next_router_closes_the_gap(model: str, language: str, shared: Path, tmp
     trace = recorded(shared / "models" / model, shared / "data" / "text" / f"{language}.txt", tmp_path)
     assert trace.num_tokens == NUM_TOKENS and trace.predicted_ids is not None
     router = NextRouter(trace.predicted_ids, trace.step_starts, trace.num_experts)
-    for share in (0.25, 0.5):
+    for share in (0.12, 0.25, 0.5):
         slots = int(share * trace.num_experts)
         lru, best = (simulate(trace, policy_for(name, trace), slots).hit_rate for name in ("layer_lru", "belady"))
         prefetch = Prefetch(router, 1, trace.top, is_early=True)
