@@ -27,6 +27,7 @@ from moec.explain.page import explain_plan
 from moec.ir.program import op_of
 from moec.passes import PASSES, place_prefetch
 from moec.passes.runner import run_passes
+from moec.plan.cache import cached_bodies
 from moec.plan.pairs import pairs
 from moec.plan.prefetch import Option, Prefetch
 from tests.conftest import ROOT
@@ -432,10 +433,11 @@ def test_what_is_fetched_is_right_less_often_than_what_is_named() -> None:
     """Slots hold what is guessed best: measured 0.69 and 0.52 where 0.84 and 0.77 of the experts needed were named."""
     program = program_of(plan([moe(32, top=4)] * 3, cache=few(8, "next_router")), "decode")
     run_passes(program, [cls() for cls in PASSES])
+    body = cached_bodies(program)[0]
     assert program.cache is not None and program.cache.slots == 8
     for hit_rate, expected in ((None, (0.84, 0.77)), (0.79, (0.69, 0.59))):
         program.cache = replace(program.cache, hit_rate=hit_rate)
-        found = [precision(program, "next_router", place) for place in ("exit", "ffn")]
+        found = [precision(sizes_of(program, body), "next_router", place) for place in ("exit", "ffn")]
         assert found == pytest.approx(expected, abs=0.01)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from moec.cache_sizes import expert_bytes, has_pool, host_experts, tables_of
-from moec.cost.sizes import Sizes, sizes_of
+from moec.cost.sizes import Sizes
 from moec.ir.program import Body, Program, is_op, op_of, operands, output_of
 from moec.ir.slots import most_held
 
@@ -77,18 +77,18 @@ def missed(sizes: Sizes) -> float:
     return (1.0 - hit_rate(sizes.program)) * sizes.active_experts()
 
 
-def precision(program: Program, by: str, place: str, used: float = 0.0) -> float:
+def precision(sizes: Sizes, by: str, place: str) -> float:
     """Share of what a prefetch begun at `place` fetches that its layer needs.
 
     That is less than `recall`: slots hold the popular experts, which are guessed best. What is named rightly has no
     slot as often as a look-up misses; what is named wrongly is popular too, but less. In one small trained model it had
     none in 0.78, 0.5 and 0.2 of all cases, where 1/8, 1/4 and 1/2 of the experts had slots and 0.46, 0.21 and 0.045 of
-    the look-ups missed: between that and chance, a third of the way to it.
-
-    `used`: share of the layer's experts that a step uses, by which `frequency` goes.
+    the look-ups missed: between that and chance, a third of the way to it. Of what was used most, it goes by the share
+    of the layer's experts that a step uses.
     """
     if by == "frequency":
-        return FREQUENCY_PRECISION * used
+        return FREQUENCY_PRECISION * share_used(sizes)
+    program = sizes.program
     assert program.cache is not None and program.cache.slots is not None
     right, missing = recall(program, by, place), 1.0 - hit_rate(program)
     by_chance = 1.0 - program.cache.slots / most_held(program)
@@ -133,16 +133,16 @@ def spared(sizes: Sizes, most: int, share: float, place: str) -> float:
     return max(0.0, gained - lost)
 
 
-def prefetched(program: Program, body: Body) -> tuple[int, float, str]:
-    """Experts that are prefetched for a layer of `body` at most, the share of them that it needs, and from where."""
+def prefetched(sizes: Sizes) -> tuple[int, float, str]:
+    """Experts that are prefetched for a layer at most, the share of them that it needs, and from where."""
+    program, body = sizes.program, sizes.body
     for other in program.bodies.values():
         for node in other.graph.nodes:
             if is_op(node) and op_of(node).name == "prefetch.start":
                 ahead = int(str(node.kwargs["ahead"]))
                 if any(layer + ahead in program.layers_of(body.name) for layer in program.layers_of(other.name)):
-                    place, used = place_of(other, node), share_used(sizes_of(program, body))
-                    share = precision(program, str(node.kwargs["by"]), place, used)
-                    return int(str(node.kwargs["most"])), share, place
+                    place = place_of(other, node)
+                    return int(str(node.kwargs["most"])), precision(sizes, str(node.kwargs["by"]), place), place
     return 0, 0.0, "exit"
 
 
@@ -159,7 +159,7 @@ def place_of(body: Body, start: fx.Node) -> str:
 
 def demanded(sizes: Sizes) -> float:
     """Experts that a step has to wait for: those missed and not spared by a prefetch."""
-    return missed(sizes) - spared(sizes, *prefetched(sizes.program, sizes.body))
+    return missed(sizes) - spared(sizes, *prefetched(sizes))
 
 
 def copied_by(sizes: Sizes, node: fx.Node) -> Copies:

@@ -175,8 +175,9 @@ def _phase(program: Program, found: Mapping[str, Any]) -> dict[str, Any]:
     """What a step of a compiled phase copies, on the busiest rank; `bytes_per_token` is by tokens of its dp rank."""
     total: dict[str, float] = {}
     for body in cached_bodies(program):
-        most, *_ = prefetched(program, body)
-        moved = copies(program, body, demanded(sizes_of(program, body)) + most).bytes
+        sizes = sizes_of(program, body)
+        most, *_ = prefetched(sizes)
+        moved = copies(program, body, demanded(sizes) + most).bytes
         for tier, size in moved.items():
             total[tier] = total.get(tier, 0.0) + size * len(program.layers_of(body.name))
     return {

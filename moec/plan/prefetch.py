@@ -77,8 +77,7 @@ def plan_prefetch(program: Program, pair: Pair, start: Start) -> Prefetch:
     cache, model = program.cache, LayerModel.of(program, program.bodies[pair[1]])
     assert cache is not None and cache.slots is not None
     by = predictor_of(program, pair)
-    used = share_used(model.sizes)
-    if by == "frequency" and used < LEAST_USED:
+    if by == "frequency" and (used := share_used(model.sizes)) < LEAST_USED:
         few = f"a step uses {used:.0%} of a layer's experts: what was used most is needed too seldom"
         return Prefetch(None, few, model.misses)
     places = {"history": ("ffn",), "frequency": ("exit",)}.get(by, PLACES)
@@ -91,7 +90,7 @@ def plan_prefetch(program: Program, pair: Pair, start: Start) -> Prefetch:
         return _unknown(model, rooms, by)
     known = {place: trial for place, trial in trials.items() if trial is not None}
     options = [
-        (Option(place, n), model.layer(n, precision(program, by, place, used), place, guess_us, window_us))
+        (Option(place, n), model.layer(n, precision(model.sizes, by, place), place, guess_us, window_us))
         for place, (guess_us, window_us) in known.items()
         for n in range(1, rooms[place] + 1)
     ]
@@ -229,7 +228,7 @@ def _against(model: LayerModel, by: str, plain: float, best: float) -> str:
         return f"copies on demand are hidden as it is: {many}"
     if displaces := _displaces(model):
         return displaces
-    share = precision(model.program, by, "ffn", share_used(model.sizes))
+    share = precision(model.sizes, by, "ffn")
     if model.copy_us(model.misses - spared(model.sizes, 1, share, "ffn") + 1) > plain * (1 - LEAST_GAIN):
         wrong = f"{1 - share:.0%} of what {by} has fetched is not needed"
         return f"the copies themselves take the time: {many} are missed, and {wrong}"

@@ -103,13 +103,10 @@ class ExpertCache:
     def prefetch(self, layer: int, later: int, counts: Sequence[int], most: int, by: str) -> None:
         """Start copies of at most `most` experts of layer `later` that are in no slot, the best guess first.
 
-        `counts`: rows per expert, as the later layer's router would have them, or by `history` those of `layer`. By
-        `frequency` the experts that were used most of late are fetched, and `counts` are not read.
+        `counts`: rows per expert, as the later layer's router would have them, or by `history` those of `layer`.
         """
         index = self._index[later]
-        if by == "frequency":
-            guessed = self.residency.most_used(index)
-        elif by == "history":
+        if by == "history":
             assert self._history is not None
             guessed = self._history.guess(0, self._index[layer], np.asarray(counts), self._history.ahead)
         else:
@@ -117,6 +114,12 @@ class ExpertCache:
         held = self._experts[index]
         mine = [expert for expert in guessed if expert in held]
         self._begin(index, self.residency.prefetch(index, mine, most), is_demand=False)
+
+    def bring_back(self, layer: int, most: int) -> None:
+        """Start copies of at most `most` experts of `layer` that are in no slot, those first that it has used most."""
+        index = self._index[layer]
+        loads = self.residency.prefetch(index, self.residency.most_used(index), most)
+        self._begin(index, loads, is_demand=False)
 
     def demand(self, layer: int, experts: Sequence[int], of_prompts: bool = False) -> Sequence[Use]:
         """Claim a slot for each of `experts`. What is missing is on its way when this returns.
@@ -144,15 +147,7 @@ class ExpertCache:
         Raises:
             MoecError: an expert could not be read.
         """
-        left = self._uses.pop(layer)
-        if left and not self._is_copied(left):
-            yield left
-        else:
-            yield from self._as_they_come(self._index[layer], left)
-        self.residency.served()
-
-    def _as_they_come(self, index: int, left: Sequence[Use]) -> Iterator[Sequence[Use]]:
-        begun, later = _one_of_each_slot(left)
+        begun, later = _one_of_each_slot(self._uses.pop(layer))
         while begun:
             ready = self.next_of(begun)
             for use in ready:
@@ -163,19 +158,14 @@ class ExpertCache:
             begun = [use for use in begun if use.slot not in served]
             if later:
                 begun_now, later = _one_of_each_slot(later, but={use.slot for use in begun})
-                self._begin(index, begun_now, is_demand=True)
+                self._begin(self._index[layer], begun_now, is_demand=True)
                 begun = [*begun, *begun_now]
+        self.residency.served()
 
     def next_of(self, begun: Sequence[Use]) -> Sequence[Use]:
         """Which of the experts that have a slot or are on their way are served next: those that are there, else one."""
         moving = self._moving
         return [u for u in begun if (copy := moving.get(u.slot)) is None or copy.is_done] or begun[:1]
-
-    def _is_copied(self, uses: Sequence[Use]) -> bool:
-        """Whether a copy into the slot of any of them is under way or to come. Loads are last among uses."""
-        if uses and uses[-1].is_loaded:
-            return True
-        return bool(self._moving) and any(use.slot in self._moving for use in uses)
 
     def _wait(self, transfer: Transfer) -> None:
         if transfer.is_done:

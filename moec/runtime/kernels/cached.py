@@ -70,8 +70,10 @@ def prefetch_start(ctx: Context, given: Tensor, *, table: str, ahead: int, most:
     what this layer gives, which says no more than that its experts are through.
     """
     assert ctx.cache is not None and ctx.layer is not None
-    counts = () if by == "frequency" else given.tolist()
-    ctx.cache.prefetch(ctx.layer, ctx.layer + ahead, counts, most, by)
+    if by == "frequency":
+        ctx.cache.bring_back(ctx.layer + ahead, most)
+    else:
+        ctx.cache.prefetch(ctx.layer, ctx.layer + ahead, given.tolist(), most, by)
     return given.new_empty(0)
 
 
